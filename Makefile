@@ -1,0 +1,52 @@
+# Everything a newcomer needs: `make demo` and `make test` install what they use into .venv by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint types tests bench clean
+
+help:  ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.demo  ## Install, and run many environments on this machine's cores
+	$(BIN)/python -m examples.demo
+
+test: tests  ## Install, and run the tests
+
+check: lint types tests  ## Format, lint, types, architecture, tests: what CI runs
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+tests: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.dev  ## Install peers, and measure them beside ClusterEnv (BENCH_ARGS=--quick for five minutes)
+	$(BIN)/python -m benchmarks.step $(BENCH_ARGS)
+
+clean:  ## Remove what the targets above made
+	rm -rf $(VENV) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	@echo "Installing ClusterEnv into $(VENV) ..."
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) swig
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) -e ".[box2d]"
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(PIP) -e ".[demo]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	@echo "Installing what the tests need (torch and EnvPool among them) ..."
+	$(PIP) torch==2.13.0
+	$(PIP) -e ".[dev,demo,torch,envpool,bench]"
+	@touch $@

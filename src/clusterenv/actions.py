@@ -1,0 +1,62 @@
+"""Actions: from whatever a learner passes to `step` to what workers read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.vector.utils import iterate
+from numpy.typing import NDArray
+
+from clusterenv.wire.layout import Layout
+
+
+class ActionWriter:
+    """Puts actions into the planes where they have the planes' form, and hands them on as they are where they do not.
+
+    Environments must get exactly what they would get from `SyncVectorEnv`; so float64 actions for a float32 space, say,
+    are not cast on the way.
+    """
+
+    def __init__(self, space: Space[Any], layout: Layout, planes: Sequence[NDArray[Any]], num_envs: int) -> None:
+        self._space = space
+        self._layout = layout
+        self._planes = planes
+        self._num_envs = num_envs
+
+    def place(self, actions: Any) -> Any | None:
+        """Return None if the actions now are in the planes, else the actions, one an environment.
+
+        Raises:
+            ValueError: Their number is wrong.
+            TypeError: They are no batch at all.
+        """
+        if not isinstance(actions, np.ndarray | list | tuple | dict) and hasattr(actions, "__array__"):
+            actions = np.asarray(actions)  # A torch tensor, a jax array.
+        parts = self._parts(actions)
+        if len(parts) == len(self._planes) > 0 and all(map(_fits, parts, self._planes)):
+            for part, plane in zip(parts, self._planes, strict=True):
+                plane[...] = part
+            return None
+        is_array = isinstance(actions, np.ndarray) and actions.ndim > 0
+        single = actions if is_array else list(iterate(self._space, actions))
+        if len(single) != self._num_envs:
+            raise ValueError(
+                f"Expected {self._num_envs} actions, one per environment, got {len(single)}. "
+                f"The action space is {self._space}."
+            )
+        return single
+
+    def _parts(self, actions: Any) -> list[Any]:
+        if self._layout.is_single:
+            return [actions]
+        try:
+            return self._layout.flatten(actions)
+        except (KeyError, IndexError, TypeError):
+            return []
+
+
+def _fits(part: Any, plane: NDArray[Any]) -> bool:
+    return isinstance(part, np.ndarray) and part.dtype == plane.dtype and part.shape == plane.shape

@@ -1,0 +1,60 @@
+"""Settings shared by head, workers and launchers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from clusterenv.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long the head waits, in seconds, before it gives up."""
+
+    join_s: float = 300.0  # Cluster queues are slow; an interactive user presses Ctrl-C.
+    call_s: float = 300.0  # One reset() of a whole shard may load many simulators one after another.
+    close_s: float = 5.0  # Workers close their environments first; after this they are killed.
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ConfigError(f"Timeouts.{field.name} must be positive, got {value}.")
+
+
+def usable_cores() -> int:
+    """Count the cores this process may really use: its affinity mask, and its cgroup's quota if it has one."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # Not on every platform.
+        cores = os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return max(1, cores if quota is None else min(cores, math.ceil(quota)))
+
+
+def split_shards(num_envs: int, num_workers: int) -> list[tuple[int, int]]:
+    """Divide the environment indices into contiguous `[start, stop)` ranges whose sizes differ by at most one."""
+    size, extra = divmod(num_envs, num_workers)
+    bounds = [0]
+    for worker_index in range(num_workers):
+        bounds.append(bounds[-1] + size + (worker_index < extra))
+    return list(itertools.pairwise(bounds))
+
+
+def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Read this process's CPU quota in cores (cgroup v2, then v1), or None if there is none."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        period_us = int((root / "cpu/cpu.cfs_period_us").read_text())
+        return quota_us / period_us if quota_us > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None

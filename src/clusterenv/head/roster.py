@@ -1,0 +1,86 @@
+"""Roster: who is here, what each worker hosts, and which answer it owes. Pure bookkeeping, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from clusterenv.errors import WireError
+
+
+@dataclass
+class Member:
+    """One worker as the head knows it.
+
+    Attributes:
+        peer: The transport's address of the worker; None until it has joined.
+        owes: The number of the call it has not answered yet.
+    """
+
+    index: int
+    start: int
+    stop: int
+    peer: bytes | None = None
+    pid: int | None = None
+    hostname: str = ""
+    owes: int | None = None
+
+    @property
+    def env_indices(self) -> tuple[int, ...]:
+        """The environments it hosts."""
+        return tuple(range(self.start, self.stop))
+
+    def __str__(self) -> str:
+        """Name it as an error should."""
+        where = "" if self.pid is None else f" (pid {self.pid} on {self.hostname})"
+        envs = (
+            f"environment {self.start}"
+            if self.stop - self.start == 1
+            else f"environments {self.start} to {self.stop - 1}"
+        )
+        return f"worker {self.index}{where}, {envs}"
+
+
+class Roster:
+    """All workers of a run, in the order of their environments."""
+
+    def __init__(self, shards: list[tuple[int, int]]) -> None:
+        self.members = [Member(index, start, stop) for index, (start, stop) in enumerate(shards)]
+        self._by_peer: dict[bytes, Member] = {}
+
+    def join(self, worker_index: int, peer: bytes, pid: int, hostname: str) -> Member:
+        """Take a worker in.
+
+        Raises:
+            WireError: There is no such worker, or it is here already.
+        """
+        if not 0 <= worker_index < len(self.members):
+            raise WireError(f"there is no worker {worker_index}, this run has {len(self.members)}")
+        member = self.members[worker_index]
+        if member.peer is not None:
+            raise WireError(f"worker {worker_index} has joined already")
+        member.peer, member.pid, member.hostname = peer, pid, hostname
+        self._by_peer[peer] = member
+        return member
+
+    def find(self, peer: bytes) -> Member | None:
+        """Return the worker behind an address, if it has joined."""
+        return self._by_peer.get(peer)
+
+    def owe(self, call: int) -> None:
+        """Note that every worker now owes an answer to this call."""
+        for member in self.members:
+            member.owes = call
+
+    def settle(self, member: Member, call: int) -> None:
+        """Note that a worker has answered.
+
+        Raises:
+            WireError: It owes no answer, or the answer to another call.
+        """
+        if member.owes != call:
+            raise WireError(f"worker {member.index} answered call {call}, but owes {member.owes}")
+        member.owes = None
+
+    def debtors(self) -> list[Member]:
+        """Return the workers that still owe an answer."""
+        return [member for member in self.members if member.owes is not None]

@@ -1,0 +1,1 @@
+"""What travels between head and workers, and the transports it travels on."""

@@ -1,0 +1,150 @@
+"""The messages: what head and workers say to each other.
+
+Each is a small struct, encoded as a MessagePack array whose first element says which message it is. Every request
+carries the number of its call and every reply repeats it, so that an answer can never be taken for the answer to
+another call. Values of any shape (infos, results) travel inside as bytes of `wire.values`; code travels as bytes of
+cloudpickle, from the head to the workers only.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from clusterenv.errors import WireError
+
+PROTOCOL = 1
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Assign(_Message, tag=1, frozen=True):
+    """Head to worker: host this shard."""
+
+    call: int
+    start: int
+    stop: int
+    code: bytes  # cloudpickle of a `wire.assignment.Assignment`
+    segment: str | None  # where the shared memory is; None: send arrays over the socket
+    nonce: bytes  # what the shared memory must begin with
+
+
+class Reset(_Message, tag=2, frozen=True):
+    """Head to worker: reset the shard, or the environments the mask names."""
+
+    call: int
+    seeds: list[int | None]
+    mask: list[bool] | None
+    options: bytes | None  # cloudpickle
+
+
+class Step(_Message, tag=3, frozen=True):
+    """Head to worker: step every environment once."""
+
+    call: int
+    actions: bytes | None  # cloudpickle; None: they are in the action arrays
+
+
+class Invoke(_Message, tag=4, frozen=True):
+    """Head to worker: call a method, or read an attribute, of every environment."""
+
+    call: int
+    name: str
+    arguments: bytes  # cloudpickle of (args, kwargs)
+
+
+class SetAttribute(_Message, tag=5, frozen=True):
+    """Head to worker: set an attribute of every environment."""
+
+    call: int
+    name: str
+    values: bytes  # cloudpickle of a list, one value an environment
+
+
+class Stop(_Message, tag=6, frozen=True):
+    """Head to worker: close the environments and end."""
+
+
+class Refused(_Message, tag=7, frozen=True):
+    """Head to worker: you cannot join, and why."""
+
+    reason: str
+
+
+class Join(_Message, tag=20, frozen=True):
+    """Worker to head: here I am."""
+
+    protocol: int
+    worker_index: int
+    pid: int
+    hostname: str
+
+
+class Ready(_Message, tag=21, frozen=True):
+    """Worker to head: the shard's environments are made."""
+
+    call: int
+    shares_memory: bool
+
+
+class Stepped(_Message, tag=22, frozen=True):
+    """Worker to head: the shard was stepped or reset; its arrays are in place or follow as frames."""
+
+    call: int
+    infos: bytes | None  # values; None: empty
+    columns: bytes | None  # values: what has no fixed size, one list a leaf; None: nothing
+
+
+class Returned(_Message, tag=23, frozen=True):
+    """Worker to head: what the call returned, one value an environment."""
+
+    call: int
+    values: bytes
+
+
+class Failed(_Message, tag=24, frozen=True):
+    """Worker to head: an environment raised."""
+
+    call: int
+    env_index: int | None
+    type_module: str
+    type_name: str
+    text: str
+    traceback: str
+
+
+Request: TypeAlias = Assign | Reset | Step | Invoke | SetAttribute | Stop | Refused
+Reply: TypeAlias = Join | Ready | Stepped | Returned | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+encode = _encoder.encode
+
+
+def decode_request(frame: bytes | memoryview) -> Request:
+    """Decode and check what a head sent.
+
+    Raises:
+        WireError: It is no request.
+    """
+    try:
+        return _request_decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"This is no request: {error}") from error
+
+
+def decode_reply(frame: bytes | memoryview) -> Reply:
+    """Decode and check what a worker sent.
+
+    Raises:
+        WireError: It is no reply.
+    """
+    try:
+        return _reply_decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"This is no reply: {error}") from error

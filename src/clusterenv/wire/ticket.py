@@ -1,0 +1,54 @@
+"""The ticket: all a worker needs to find, and be trusted by, the head."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+import msgspec
+
+from clusterenv.errors import ConfigError
+
+TICKET_VARIABLE = "CLUSTERENV_TICKET"
+WORKER_VARIABLE = "CLUSTERENV_WORKER"
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the head listens, and the keys that open the door.
+
+    Attributes:
+        endpoint: A ZeroMQ address, e.g. `tcp://127.0.0.1:40123`.
+        head_key: The head's public CURVE key (Z85): a worker talks to nobody else.
+        public_key: The run's public key for workers.
+        secret_key: Its secret half: whoever holds it is a worker of this run.
+        parent_pid: The head's process id if workers are its children and must end with it, else None.
+    """
+
+    endpoint: str
+    head_key: str
+    public_key: str
+    secret_key: str
+    parent_pid: int | None = None
+
+    def __repr__(self) -> str:
+        """Show where it leads and keep the secret."""
+        return f"Ticket(endpoint={self.endpoint!r})"
+
+    def encode(self) -> str:
+        """Return the ticket as one line of text, fit for an environment variable or a file."""
+        return base64.urlsafe_b64encode(msgspec.msgpack.encode(self)).decode()
+
+    @staticmethod
+    def decode(text: str) -> Ticket:
+        """Read what `encode` wrote.
+
+        Raises:
+            ConfigError: The text is no ticket.
+        """
+        try:
+            return msgspec.msgpack.decode(base64.urlsafe_b64decode(text.encode()), type=Ticket)
+        except (msgspec.DecodeError, binascii.Error, ValueError) as error:
+            raise ConfigError(
+                f"This is no ticket ({error}). A worker takes its ticket from "
+                f"${TICKET_VARIABLE}, as a launcher sets it."
+            ) from error

@@ -1,0 +1,1 @@
+"""The remote process that hosts a shard of the environments."""

@@ -1,0 +1,78 @@
+"""Infos of single environments, gathered in Gymnasium's vector layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Infos = dict[str, Any]
+
+
+def add_info(infos: Infos, info: Infos, row: int, num_rows: int) -> None:
+    """Add one environment's info, exactly as `VectorEnv._add_info` lays it out.
+
+    Where Gymnasium would lose something it is kept: a float after an int promotes the array instead of being
+    truncated, and a value that does not fit the array (another shape, a string after a number) turns it into an
+    array of objects.
+    """
+    for key, value in info.items():
+        known = infos.get(key)
+        array: Any
+        if key == "final_obs":
+            array = _objects(num_rows) if known is None else known
+            array[row] = value
+        elif isinstance(value, dict):
+            if known is not None and not isinstance(known, dict):
+                raise TypeError(f"The info {key!r} is a dict in some environments and a {known.dtype} in others.")
+            array = {} if known is None else known
+            add_info(array, value, row, num_rows)
+        else:
+            if isinstance(known, dict):
+                raise TypeError(f"The info {key!r} is a dict in some environments and a {type(value)} in others.")
+            array = _new_array(value, num_rows) if known is None else known
+            array = _put(array, value, row)
+        mask = infos.get(f"_{key}")
+        if mask is None:
+            mask = np.zeros(num_rows, dtype=np.bool_)
+        mask[row] = True
+        infos[key], infos[f"_{key}"] = array, mask
+
+
+def _objects(num_rows: int) -> NDArray[Any]:
+    return np.full(num_rows, fill_value=None, dtype=object)
+
+
+def _new_array(value: object, num_rows: int) -> NDArray[Any]:
+    cls = type(value)
+    if cls in (int, float, bool) or issubclass(cls, np.number):
+        return np.zeros(num_rows, dtype=cls)
+    if isinstance(value, np.ndarray):
+        return np.zeros((num_rows, *value.shape), dtype=value.dtype)
+    return _objects(num_rows)
+
+
+def _put(array: NDArray[Any], value: Any, row: int) -> NDArray[Any]:
+    """Assign a row, widening the array if the value needs it; returns the array that now holds it."""
+    if array.dtype != object:
+        item = np.asarray(value)
+        if item.shape != array.shape[1:] or item.dtype.kind not in "biufc" or array.dtype.kind not in "biufc":
+            if item.shape != array.shape[1:] or item.dtype != array.dtype:
+                array = _as_objects(array)
+        elif item.dtype != array.dtype and not np.can_cast(item.dtype, array.dtype, "safe"):
+            array = array.astype(_wider(array.dtype, value, item.dtype))
+    array[row] = value
+    return array
+
+
+def _wider(dtype: np.dtype[Any], value: object, item_dtype: np.dtype[Any]) -> np.dtype[Any]:
+    # A Python number is not a 64-bit number: it takes the width of the array, as numpy's own rules have it.
+    return np.result_type(dtype, type(value)) if type(value) in (int, float) else np.result_type(dtype, item_dtype)
+
+
+def _as_objects(array: NDArray[Any]) -> NDArray[Any]:
+    objects = _objects(len(array))
+    for row, item in enumerate(array):
+        objects[row] = item
+    return objects

@@ -1,0 +1,167 @@
+"""VectorHost: hosts one native vector environment (written as a vector, often in C++ or numpy) as the shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
+
+from clusterenv.errors import ConfigError, SpaceMismatch
+from clusterenv.wire.assignment import Assignment, VectorFactory
+from clusterenv.wire.layout import Layout
+from clusterenv.wire.planes import Planes
+from clusterenv.worker.host import EnvHost, Host, check_spaces
+from clusterenv.worker.infos import Infos
+
+
+class VectorHost:
+    """Hosts a `VectorEnv` whose sub-environments are the shard's."""
+
+    def __init__(self, factory: VectorFactory, assignment: Assignment, planes: Planes) -> None:
+        self.failed_row: int | None = None
+        self._factory = factory
+        self._assignment = assignment
+        self._planes = planes
+        self._rows = len(planes.rewards)
+        self._env: Any = None  # A VectorEnv, and more than VectorEnv promises: call and set_attr where it has them.
+        self._observations = Layout(assignment.observation_space)
+        self._actions = Layout(assignment.action_space)
+        self._objects: list[list[Any]] = []
+
+    def open(self) -> None:
+        """Make the vector environment."""
+        self._env = self._factory(self._rows)
+        self._check(self._env, self._assignment)
+
+    def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> Infos:
+        """Reset the vector environment, passing the mask on if there is one."""
+        options = None if options is None else dict(options)
+        if mask is not None:
+            if not any(mask):  # Another shard's environments are meant.
+                return {}
+            options = {**(options or {}), "reset_mask": np.array(mask, dtype=np.bool_)}
+        observations, infos = self._env.reset(seed=self._seed(seeds), options=options)
+        self._put(observations)
+        if mask is None:
+            self._planes.terminations[:] = self._planes.truncations[:] = False
+        else:
+            self._planes.terminations[mask] = self._planes.truncations[mask] = False
+        return _with_masks(infos, self._rows)
+
+    def step(self, actions: Iterable[Any] | None) -> Infos:
+        """Step the vector environment once; it resets finished episodes by itself."""
+        batch: Any = actions
+        if actions is None:
+            batch = self._actions.nest([plane.copy() for plane in self._planes.actions])
+        elif isinstance(actions, list):
+            batch = np.asarray(actions)
+        observations, rewards, terminations, truncations, infos = self._env.step(batch)
+        self._put(observations)
+        self._planes.rewards[:] = rewards
+        self._planes.terminations[:] = terminations
+        self._planes.truncations[:] = truncations
+        return _with_masks(infos, self._rows)
+
+    def objects(self) -> list[list[Any]]:
+        """Return the newest observations' leaves that have no fixed size."""
+        return self._objects
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Call a method of the vector environment; one result is taken for all its environments."""
+        if name == "render":
+            result = self._env.render()
+        elif hasattr(self._env, "call"):
+            result = self._env.call(name, *args, **kwargs)
+        else:
+            target = getattr(self._env, name)
+            result = target(*args, **kwargs) if callable(target) else target
+        is_per_env = isinstance(result, tuple | list) and len(result) == self._rows
+        return list(result) if is_per_env else [result] * self._rows
+
+    def set_attr(self, name: str, values: Sequence[Any]) -> None:
+        """Set an attribute of the vector environment, which must be the same for all its environments."""
+        if hasattr(self._env, "set_attr"):
+            self._env.set_attr(name, list(values))
+        elif any(value is not values[0] and value != values[0] for value in values):
+            raise ConfigError(f"{self._env} has one {name!r} for all its environments; give one value, not a list.")
+        else:
+            setattr(self._env, name, values[0])
+
+    def close(self) -> None:
+        """Close the vector environment."""
+        if self._env is not None:
+            self._env.close()
+
+    def _check(self, env: VectorEnv[Any, Any, Any], assignment: Assignment) -> None:
+        if not isinstance(env, VectorEnv):
+            raise ConfigError(f"A NativeVector's callable must return a gymnasium.vector.VectorEnv, got {type(env)}.")
+        if env.num_envs != self._rows:
+            raise ConfigError(
+                f"The vector environment has {env.num_envs} environments where this worker hosts {self._rows}. "
+                "Its callable is given that number and must use it."
+            )
+        mode = env.metadata.get("autoreset_mode")
+        if mode is not None and mode != assignment.autoreset_mode:
+            raise ConfigError(
+                f"{env} resets in mode {mode}, not {assignment.autoreset_mode}: pass ClusterEnv(autoreset_mode={mode})."
+            )
+        check_spaces(env.single_observation_space, env.single_action_space, assignment)
+
+    def _seed(self, seeds: Sequence[int | None]) -> int | list[int | None] | None:
+        """Seed as the environment can be seeded: consecutive seeds are one number, others must be a list."""
+        first = seeds[0]
+        if all(seed is None for seed in seeds):
+            return None
+        if first is not None and list(seeds) == list(range(first, first + self._rows)):
+            return first
+        return list(seeds)
+
+    def _put(self, observations: Any) -> None:
+        self._objects = []
+        parts = self._observations.flatten(observations)
+        for leaf, plane, part in zip(self._observations.leaves, self._planes.observations, parts, strict=True):
+            if plane is None:
+                self._objects.append(list(part))
+                continue
+            array: NDArray[Any] = np.asarray(part)
+            if array.shape != plane.shape or not np.can_cast(array.dtype, plane.dtype, "same_kind"):
+                raise SpaceMismatch(
+                    f"The vector environment's observation{leaf} does not fit its space: expected shape "
+                    f"{plane.shape} of {plane.dtype}, got shape {array.shape} of {array.dtype}."
+                )
+            plane[...] = array
+
+
+def _with_masks(infos: Infos, num_rows: int) -> Infos:
+    """Give every info that has a value per environment its `_key` mask, where the environment left it out."""
+    complete: Infos = {}
+    for key, value in infos.items():
+        if isinstance(value, dict):
+            complete[key] = _with_masks(value, num_rows)
+        elif isinstance(value, np.ndarray) and value.shape[:1] == (num_rows,):
+            complete[key] = value
+        elif isinstance(value, list | tuple) and len(value) == num_rows:
+            complete[key] = _as_objects(value)
+        else:
+            complete[key] = _as_objects([value] * num_rows)
+        if not key.startswith("_") and f"_{key}" not in infos:
+            complete[f"_{key}"] = np.ones(num_rows, dtype=np.bool_)
+    return complete
+
+
+def _as_objects(values: Sequence[Any]) -> NDArray[Any]:
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
+
+
+def make_host(assignment: Assignment, planes: Planes) -> Host:
+    """Return the host that fits what is to be hosted; it has not made its environments yet."""
+    factories = assignment.factories
+    if isinstance(factories, list):
+        return EnvHost(factories, assignment, planes)
+    return VectorHost(factories, assignment, planes)

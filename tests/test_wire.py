@@ -1,0 +1,216 @@
+"""What comes over the wire is checked: strangers stay out, nonsense is refused with a reason and harms nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clusterenv import ClusterEnv, LocalLauncher, Timeouts
+from clusterenv.errors import ConfigError, LaunchError, WireError
+from clusterenv.launchers.local import LocalFleet
+from clusterenv.wire import messages
+from clusterenv.wire.messages import PROTOCOL, Join
+from clusterenv.wire.planes import fill
+from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
+
+
+class KeepTicket:
+    """A launcher that starts local workers and remembers their ticket."""
+
+    def launch(self, ticket: Ticket, num_workers: int) -> LocalFleet:
+        self.ticket = ticket
+        return LocalLauncher().launch(ticket, num_workers)
+
+
+class OneRogue:
+    """A launcher that starts `tests.rogue` in place of the last worker."""
+
+    def launch(self, ticket: Ticket, num_workers: int) -> LocalFleet:
+        fleet = LocalLauncher().launch(ticket, num_workers - 1)
+        log = tempfile.TemporaryFile()
+        environment = os.environ | {TICKET_VARIABLE: ticket.encode(), WORKER_VARIABLE: str(num_workers - 1)}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+        command = [sys.executable, "-m", "tests.rogue"]
+        fleet.add(subprocess.Popen(command, env=environment, stdout=log, stderr=log), log)
+        return fleet
+
+
+class Impatient:
+    """A launcher whose workers end at once."""
+
+    def launch(self, ticket: Ticket, num_workers: int) -> LocalFleet:
+        fleet = LocalFleet()
+        for _ in range(num_workers):
+            log = tempfile.TemporaryFile()
+            command = [sys.executable, "-c", "import sys; print('no such module here'); sys.exit(3)"]
+            fleet.add(subprocess.Popen(command, stdout=log, stderr=log), log)
+        return fleet
+
+
+@contextlib.contextmanager
+def dealer(endpoint: str, **keys: bytes) -> Iterator[Any]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        for name, key in keys.items():
+            setattr(socket, name, key)
+        socket.connect(endpoint)
+        yield socket
+
+
+def step_until_logged(envs: ClusterEnv, caplog: pytest.LogCaptureFixture, text: str) -> None:
+    """Keep the head busy until it has logged something; the test's deadline bounds it."""
+    while text not in caplog.text:
+        envs.step(np.zeros(envs.num_envs, dtype=np.int64))
+
+
+def test_nonsense_from_a_worker_is_refused_with_a_reason_and_the_truth_is_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with ClusterEnv("CartPole-v1", 4, num_workers=2, launcher=OneRogue()) as envs:
+        for _ in range(3):
+            observations, _ = envs.reset(seed=1)
+            assert (observations[2:] == 7).all()
+            assert (np.abs(observations[:2]) < 0.1).all()
+            observations, rewards, *_ = envs.step(np.zeros(4, dtype=np.int64))
+            assert (observations[2:] == 7).all()
+            assert rewards.tolist() == [1, 1, 0, 0]
+    for reason in (
+        "This is no reply",
+        "has joined already",
+        "answers call",
+        "Expected 4 arrays, got 0",
+        "Expected 4 arrays, got 5",
+        "bytes for float32(2, 4), got 16",
+    ):
+        assert reason in caplog.text, reason
+
+
+def test_a_connection_without_the_runs_key_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    launcher = KeepTicket()
+    with ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, transport="zmq") as envs:
+        envs.reset(seed=1)
+        public, secret = zmq.curve_keypair()
+        ticket = launcher.ticket
+        keys = {"curve_serverkey": ticket.head_key.encode(), "curve_publickey": public, "curve_secretkey": secret}
+        with dealer(ticket.endpoint, **keys) as socket:
+            socket.send(messages.encode(Join(PROTOCOL, 0, 1, "stranger")))
+            step_until_logged(envs, caplog, "does not hold this run's key")
+        assert "stranger" not in caplog.text
+
+
+def test_a_plain_connection_is_never_heard(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    launcher = KeepTicket()
+    with (
+        ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, transport="zmq") as envs,
+        dealer(launcher.ticket.endpoint) as socket,
+    ):
+        envs.reset(seed=1)
+        monitor = socket.get_monitor_socket()
+        socket.send(messages.encode(Join(PROTOCOL, 0, 1, "stranger")))
+        for _ in range(50):
+            envs.step(np.zeros(2, dtype=np.int64))
+        assert "stranger" not in caplog.text
+        socket.disable_monitor()
+        monitor.close()
+
+
+@pytest.mark.parametrize(
+    ("join", "reason"),
+    [
+        (Join(PROTOCOL, 0, 1, "twin"), "has joined already"),
+        (Join(PROTOCOL, 7, 1, "surplus"), "there is no worker 7"),
+        (Join(PROTOCOL + 1, 0, 1, "newer"), "install the head's clusterenv there"),
+    ],
+    ids=["a twin", "a number too high", "another protocol"],
+)
+def test_a_worker_that_cannot_join_is_told_why(join: Join, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    launcher = KeepTicket()
+    with ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, transport="zmq") as envs:
+        envs.reset(seed=1)
+        ticket = launcher.ticket
+        keys = {
+            "curve_serverkey": ticket.head_key.encode(),
+            "curve_publickey": ticket.public_key.encode(),
+            "curve_secretkey": ticket.secret_key.encode(),
+        }
+        with dealer(ticket.endpoint, **keys) as socket:
+            socket.send(messages.encode(join))
+            step_until_logged(envs, caplog, reason)
+            assert socket.poll(10_000)
+            refusal = messages.decode_request(socket.recv())
+            assert isinstance(refusal, messages.Refused)
+            assert reason in refusal.reason
+
+
+def test_workers_that_end_before_they_join_are_a_launch_error_with_their_log() -> None:
+    with pytest.raises(LaunchError, match=r"exit status 3.*(?s:.)*no such module here"):
+        ClusterEnv("CartPole-v1", 2, num_workers=2, launcher=Impatient())
+
+
+def test_workers_that_never_join_are_a_launch_error_in_time() -> None:
+    class Sleepy:
+        def launch(self, ticket: Ticket, num_workers: int) -> LocalFleet:
+            fleet = LocalFleet()
+            log = tempfile.TemporaryFile()
+            fleet.add(subprocess.Popen(["sleep", "60"], stdout=log, stderr=log), log)
+            return fleet
+
+    with pytest.raises(LaunchError, match="Only 0 of 1 workers joined within 0.5 s"):
+        ClusterEnv("CartPole-v1", 1, num_workers=1, launcher=Sleepy(), timeouts=Timeouts(join_s=0.5))
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=500, deadline=None, derandomize=True)
+def test_random_bytes_are_a_message_or_refused(data: bytes) -> None:
+    for decode in (messages.decode_reply, messages.decode_request):
+        try:
+            decode(data)
+        except WireError:
+            pass
+
+
+@given(st.lists(st.binary(max_size=40), max_size=3))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_frames_fill_planes_completely_or_not_at_all(frames: list[bytes]) -> None:
+    planes: list[Any] = [np.full((2, 2), 5, np.float32), np.zeros(2, np.bool_)]
+    sizes = [len(frame) for frame in frames]
+    try:
+        fill(planes, [memoryview(frame) for frame in frames])
+    except WireError:
+        assert sizes != [16, 2]
+        assert (planes[0] == 5).all()
+        assert not planes[1].any()
+    else:
+        assert sizes == [16, 2]
+
+
+def test_a_ticket_survives_the_way_through_an_environment_variable() -> None:
+    ticket = Ticket(endpoint="tcp://10.0.0.1:1", head_key="h", public_key="p", secret_key="s", parent_pid=3)
+    assert Ticket.decode(ticket.encode()) == ticket
+
+
+def test_a_ticket_does_not_show_its_secret() -> None:
+    ticket = Ticket(endpoint="tcp://10.0.0.1:1", head_key="h", public_key="p", secret_key="hush")
+    assert "hush" not in repr(ticket)
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "AAAA", "é"])
+def test_what_is_no_ticket_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="This is no ticket"):
+        Ticket.decode(text)
