@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(VENV)/.demo  ## Install, and run many environments on this machine's cores
+demo: $(VENV)/.base  ## Install, and run many environments on this machine's cores
 	$(BIN)/python -m examples.demo
 
 test: tests  ## Install, and run the tests
@@ -41,12 +41,8 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) -e ".[box2d]"
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.base
-	$(PIP) -e ".[demo]"
-	@touch $@
-
 $(VENV)/.dev: $(VENV)/.base
 	@echo "Installing what the tests need (torch and EnvPool among them) ..."
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[dev,demo,torch,envpool,bench]"
+	$(PIP) -e ".[dev,torch,envpool,bench]"
 	@touch $@

@@ -7,6 +7,7 @@ observation it sends is 7.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import zmq
@@ -29,7 +30,7 @@ def main() -> None:
     socket.connect(ticket.endpoint)
     index = int(os.environ[WORKER_VARIABLE])
     socket.send(messages.encode(Join(PROTOCOL, index, os.getpid(), "rogue")))
-    rows = [
+    rows: list[Any] = [
         np.full((NUM_ENVS, 4), 7, np.float32),
         np.zeros(NUM_ENVS),
         np.zeros(NUM_ENVS, bool),

@@ -13,19 +13,23 @@ SOURCE = Path(__file__).parent.parent / "src" / "clusterenv"
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
+    "rollout": set(),
     "wire": {"errors", "config"},
     "policy": {"errors", "config"},
-    "head": {"errors", "config", "wire", "policy", "launchers.base"},
+    "head": {"errors", "config", "rollout", "wire", "policy", "launchers.base"},
     "worker": {"errors", "config", "wire", "policy"},
     "launchers": {"errors", "config", "wire.ticket"},
+    "adapters": {"errors", "policy", "factories"},
     "factories": {"errors", "wire.assignment"},
     "sample": {"errors", "factories"},
     "actions": {"wire.layout"},
-    "inline": {"head.outcome", "wire.planes", "worker.host"},
-    "adapters": {"errors", "policy", "factories"},
+    "resets": set(),
+    "inline": {"head.outcome", "policy", "wire", "worker.shard", "worker.infos"},
+    "plan": {"factories", "sample", "wire.assignment"},
+    "start": {"errors", "config", "factories", "plan", "head", "launchers.base", "wire"},
     "env": {
-        "errors", "config", "wire", "head", "launchers", "policy", "factories", "sample", "actions", "inline",
-        "worker.native",
+        "errors", "config", "rollout", "wire", "head", "launchers", "policy", "adapters",
+        "factories", "sample", "plan", "actions", "resets", "inline", "start",
     },
 }  # fmt: skip
 

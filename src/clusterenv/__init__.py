@@ -5,8 +5,26 @@ from clusterenv.env import ClusterEnv
 from clusterenv.errors import ClusterEnvError
 from clusterenv.factories import NativeVector
 from clusterenv.launchers.local import LocalLauncher
+from clusterenv.policy.policy import BasePolicy, Decision, Policy
+from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync
+from clusterenv.rollout import Rollout
 from clusterenv.wire.values import RemoteObject
 
 __version__ = "0.1.0"
 
-__all__ = ["ClusterEnv", "ClusterEnvError", "LocalLauncher", "NativeVector", "RemoteObject", "Timeouts"]
+__all__ = [
+    "AdaptiveSync",
+    "BasePolicy",
+    "ClusterEnv",
+    "ClusterEnvError",
+    "Decision",
+    "EveryUpdate",
+    "LocalLauncher",
+    "NativeVector",
+    "NeverSync",
+    "PeriodicSync",
+    "Policy",
+    "RemoteObject",
+    "Rollout",
+    "Timeouts",
+]

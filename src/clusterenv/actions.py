@@ -12,6 +12,17 @@ from numpy.typing import NDArray
 
 from clusterenv.wire.layout import Layout
 
+_BATCHES = (np.ndarray, list, tuple, dict)
+
+
+def is_batch(actions: object) -> bool:
+    """Tell a batch of actions, or an attempt at one, from an agent that chooses them."""
+    return (
+        isinstance(actions, _BATCHES)
+        or hasattr(actions, "__array__")
+        or not (callable(actions) or hasattr(actions, "act"))
+    )
+
 
 class ActionWriter:
     """Puts actions into the planes where they have the planes' form, and hands them on as they are where they do not.
@@ -33,7 +44,7 @@ class ActionWriter:
             ValueError: Their number is wrong.
             TypeError: They are no batch at all.
         """
-        if not isinstance(actions, np.ndarray | list | tuple | dict) and hasattr(actions, "__array__"):
+        if not isinstance(actions, _BATCHES) and hasattr(actions, "__array__"):
             actions = np.asarray(actions)  # A torch tensor, a jax array.
         parts = self._parts(actions)
         if len(parts) == len(self._planes) > 0 and all(map(_fits, parts, self._planes)):

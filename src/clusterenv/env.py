@@ -11,27 +11,28 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
-from clusterenv.actions import ActionWriter
-from clusterenv.config import Timeouts, split_shards, usable_cores
+from clusterenv.actions import ActionWriter, is_batch
+from clusterenv.adapters import as_policy
+from clusterenv.config import Timeouts, usable_cores
 from clusterenv.errors import ConfigError
-from clusterenv.factories import EnvArgument, Factories, local_registry, pickle_code, resolve
-from clusterenv.head.hub import Hub, make_nonce
+from clusterenv.factories import EnvArgument, resolve
+from clusterenv.head.conductor import Conductor
 from clusterenv.head.outcome import Outcome
+from clusterenv.head.remote import Remote
 from clusterenv.inline import Inline
 from clusterenv.launchers.base import Launcher
 from clusterenv.launchers.local import LocalLauncher
+from clusterenv.plan import Plan
+from clusterenv.policy.policy import Policy
+from clusterenv.policy.sync import AdaptiveSync, SyncRule
+from clusterenv.resets import checked_mask, spread_seed
+from clusterenv.rollout import Rollout
 from clusterenv.sample import ObservationMode, Sample, take_sample
-from clusterenv.wire import semaphore
-from clusterenv.wire.assignment import Assignment
+from clusterenv.start import check_transport, start_workers
 from clusterenv.wire.layout import Layout
-from clusterenv.wire.planes import Planes
-from clusterenv.wire.shared import Segment
-from clusterenv.wire.zeromq import HeadSocket
-from clusterenv.worker.native import make_host
 
 Stepped = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
 
-_TRANSPORTS = ("auto", "shm", "zmq")
 _REFUSED_CALLS = ("reset", "step", "close", "_setattr", "_check_spaces")
 
 
@@ -54,6 +55,7 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
         observation_mode: ObservationMode = "same",
         copy: bool = True,
         env_kwargs: dict[str, Any] | None = None,
+        sync: SyncRule | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
         """Start the workers and make the environments; returns when all are ready.
@@ -75,6 +77,7 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
             copy, and the arrays
                 change with the next step.
             env_kwargs: Arguments for `gymnasium.make`, with an id or a spec.
+            sync: When a policy on the workers takes the learner's newest weights; `AdaptiveSync()` by default.
             timeouts: How long to wait for workers to join, answer and end.
 
         Raises:
@@ -84,10 +87,7 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
         """
         super().__init__()
         factories = resolve(env, num_envs, env_kwargs)
-        if transport not in _TRANSPORTS:
-            raise ConfigError(f"transport must be one of {', '.join(_TRANSPORTS)}, got {transport!r}.")
-        if transport == "shm" and not semaphore.IS_SUPPORTED:
-            raise ConfigError("transport='shm' needs Linux; use 'auto' or 'zmq' here.")
+        check_transport(transport)
         self.num_envs = factories.num_envs
         self.num_workers = _count_workers(num_workers, self.num_envs)
         self.autoreset_mode = AutoresetMode(autoreset_mode)
@@ -95,18 +95,41 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self.copy = copy
         self.spec = factories.spec
         self._pending: str | None = None
-        self._backend: Hub | Inline
+        self._was_reset = False
+
+        def make_plan() -> Plan:
+            return Plan(
+                factories=factories,
+                sample=take_sample(factories, observation_mode, keeps=self.num_workers == 0),
+                autoreset_mode=self.autoreset_mode,
+                must_equal=observation_mode == "same",
+                num_workers=self.num_workers,
+            )
+
+        self._backend: Remote | Inline
         if self.num_workers == 0:
-            self._adopt(take_sample(factories, observation_mode))
-            self._planes = Planes.allocate(self._action_layout, self._observation_layout, self.num_envs)
-            self._backend = Inline(
-                make_host(self._assignment(factories, 0, self.num_envs, []), self._planes), self._planes
-            )
+            plan = make_plan()
+            self._backend = Inline(plan.assignment(0, self.num_envs))
         else:
-            self._backend = self._start_workers(
-                factories, launcher or LocalLauncher(), transport, timeouts or Timeouts()
+            self._backend, plan = start_workers(
+                launcher or LocalLauncher(),
+                self.num_envs,
+                self.num_workers,
+                transport,
+                timeouts or Timeouts(),
+                make_plan,
             )
+        self._adopt(plan.sample)
+        self._planes = self._backend.planes
         self._actions = ActionWriter(self.action_space, self._action_layout, self._planes.actions, self.num_envs)
+        self._conductor = Conductor(
+            self._backend,
+            sync or AdaptiveSync(),
+            (self._action_layout, self._observation_layout),
+            self.autoreset_mode,
+            copies=copy,
+        )
+        self._agent: tuple[object, Policy] | None = None
         self._finalizer = weakref.finalize(self, self._backend.close)
 
     @property
@@ -142,10 +165,10 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
         """Start a reset; `reset_wait` brings its results."""
         self._check_idle("reset_async")
-        seeds = _spread_seed(seed, self.num_envs)
+        seeds = spread_seed(seed, self.num_envs)
         mask = None
         if options is not None and "reset_mask" in options:
-            mask = _checked_mask(options["reset_mask"], self.num_envs).tolist()
+            mask = checked_mask(options["reset_mask"], self.num_envs).tolist()
             options = {key: value for key, value in options.items() if key != "reset_mask"}
         self._backend.reset(seeds, mask, options)
         self._pending = "reset"
@@ -153,33 +176,47 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the reset under way, at most `timeout` seconds."""
         outcome = self._finish("reset", timeout)
+        self._was_reset = True
+        self._conductor.note_reset()
         return self._observations(outcome), outcome.infos
 
-    def step(self, actions: Any) -> Stepped:
+    def step(self, actions: Any, **values: Any) -> Stepped:
         """Step every environment once.
 
         Rows are ordered by environment index, whichever worker answered first.
 
         Args:
-            actions: One action per environment, shape `(num_envs, *action_shape)`, or a sequence of single actions.
+            actions: One action per environment, shape `(num_envs, *action_shape)`, or a sequence of
+            single actions. Or an
+                agent: then the workers choose the actions, and the info holds "action", whatever else
+                the policy returns ("logprob", "value", ...) and "policy_version".
+            values: With an agent: per-call values for its policy, such as epsilon.
 
         Raises:
             WorkerFailed: An environment raised.
             WorkerLost: A worker died.
             CallTimeout: A worker did not answer in time.
         """
-        self.step_async(actions)
+        self.step_async(actions, **values)
         return self.step_wait()
 
-    def step_async(self, actions: Any) -> None:
+    def step_async(self, actions: Any, **values: Any) -> None:
         """Start a step; `step_wait` brings its results."""
         self._check_idle("step_async")
-        self._backend.step(self._actions.place(actions))
+        if is_batch(actions):
+            if values:
+                raise TypeError(f"Per-call values ({', '.join(values)}) go with an agent, not with actions.")
+            self._backend.step(self._actions.place(actions))
+        else:
+            policy = self._policy_of(actions)
+            self._ensure_reset()
+            self._conductor.start_step(policy, values)
         self._pending = "step"
 
     def step_wait(self, timeout: float | None = None) -> Stepped:
         """Wait for the step under way, at most `timeout` seconds."""
         outcome = self._finish("step", timeout)
+        self._conductor.note_step()
         planes = self._planes
         return (
             self._observations(outcome),
@@ -188,6 +225,43 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
             planes.truncations.copy(),
             outcome.infos,
         )
+
+    def rollout(self, agent: Any, num_steps: int, **values: Any) -> Rollout:
+        """Let the workers step every environment `num_steps` times, with actions the agent's policy chooses there.
+
+        New weights of the agent are noticed by themselves, and travel to a worker when the sync rule says so.
+        Episodes go on from one rollout to the next; environments that were never reset are reset first,
+        without a seed.
+
+        Args:
+            agent: A torch module, a `Policy`, or a function from observations to actions.
+            num_steps: T.
+            values: Per-call values for the policy, such as epsilon.
+
+        Raises:
+            PolicyError: The agent cannot be read as a policy, or its actions do not fit the action space.
+            WorkerFailed: An environment or the policy raised on a worker.
+        """
+        self._check_idle("rollout")
+        if num_steps < 1:
+            raise ConfigError(f"num_steps must be at least 1, got {num_steps}.")
+        policy = self._policy_of(agent)
+        self._ensure_reset()
+        return self._conductor.rollout(policy, num_steps, values)
+
+    def publish(self, agent: Any) -> None:
+        """Say that the agent's weights have changed, where that cannot be noticed: they become the next version."""
+        self._policy_of(agent)
+        self._conductor.publish()
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What the run has done and what it has cost, as a plain mapping: steps, pulls, bytes by kind, idle time."""
+        return self._conductor.ledger.report(self.num_workers)
+
+    def summary(self) -> str:
+        """Say in a sentence what was done, and what the sync rule saved against pulling every version."""
+        return self._conductor.ledger.summary()
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method, or read an attribute, of every environment, looking through its wrappers."""
@@ -265,51 +339,15 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._observation_layout = Layout(self.single_observation_space)
         self._action_layout = Layout(self.single_action_space)
 
-    def _assignment(self, factories: Factories, start: int, stop: int, registry: list[bytes]) -> Assignment:
-        return Assignment(
-            factories=factories.for_shard(start, stop),
-            registry=registry,
-            autoreset_mode=self.autoreset_mode,
-            observation_space=self.single_observation_space,
-            action_space=self.single_action_space,
-            must_equal=self.observation_mode == "same",
-            num_envs=self.num_envs,
-            num_workers=self.num_workers,
-        )
+    def _policy_of(self, agent: object) -> Policy:
+        """Return the agent as a policy: the same one as long as it is the same agent."""
+        if self._agent is None or self._agent[0] is not agent:
+            self._agent = agent, as_policy(agent)
+        return self._agent[1]
 
-    def _start_workers(self, factories: Factories, launcher: Launcher, transport: str, timeouts: Timeouts) -> Hub:
-        """Start workers, and look at a sample environment while they are coming up."""
-        socket = HeadSocket()
-        try:
-            fleet = launcher.launch(socket.ticket, self.num_workers)
-        except BaseException:
-            socket.close()
-            raise
-        hub = Hub(socket, fleet, split_shards(self.num_envs, self.num_workers), timeouts)
-        try:
-            self._adopt(take_sample(factories, self.observation_mode))
-            registry = local_registry()
-            shards = {
-                start: pickle_code(
-                    self._assignment(factories, start, stop, registry), f"The factory of environment {start}"
-                )
-                for start, stop in split_shards(self.num_envs, self.num_workers)
-            }
-            hub.gather_workers()
-            nonce, segment = make_nonce(), None
-            if transport != "zmq" and semaphore.IS_SUPPORTED:
-                size = Planes.size_bytes(self._action_layout, self._observation_layout, self.num_envs)
-                segment = Segment.create(nonce, self.num_workers, size)
-                self._planes = Planes.over(
-                    segment.planes_memory, self._action_layout, self._observation_layout, self.num_envs
-                )
-            else:
-                self._planes = Planes.allocate(self._action_layout, self._observation_layout, self.num_envs)
-            hub.assign(self._planes, segment, lambda start, _: shards[start], nonce)
-        except BaseException:
-            hub.close(terminate=True)
-            raise
-        return hub
+    def _ensure_reset(self) -> None:
+        if not self._was_reset:
+            self.reset()
 
     def _check_idle(self, name: str) -> None:
         self._check_open()
@@ -356,30 +394,3 @@ def _count_workers(num_workers: int | None, num_envs: int) -> int:
     if num_workers > num_envs:
         raise ConfigError(f"num_workers={num_workers}, but there are only {num_envs} environments to share out.")
     return num_workers
-
-
-def _spread_seed(seed: int | list[int | None] | None, num_envs: int) -> list[int | None]:
-    if seed is None:
-        return [None] * num_envs
-    if isinstance(seed, int | np.integer):
-        return [int(seed) + index for index in range(num_envs)]
-    if len(seed) != num_envs:
-        raise ValueError(
-            f"If seeds are passed as a list the length must match num_envs={num_envs} but got length={len(seed)}."
-        )
-    return [None if item is None else int(item) for item in seed]
-
-
-def _checked_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
-    """Check a reset mask, in Gymnasium's words."""
-    if not isinstance(mask, np.ndarray):
-        raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
-    if mask.shape != (num_envs,):
-        raise ValueError(f"`options['reset_mask']` must have shape `({num_envs},)`, got {mask.shape}")
-    if mask.dtype != np.bool_:
-        raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
-    if not np.any(mask):
-        raise ValueError(
-            f"`options['reset_mask']` must contain a boolean array with at least one True value, got reset_mask={mask}"
-        )
-    return mask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -100,8 +101,9 @@ def resolve(env: EnvArgument, num_envs: int | None, env_kwargs: dict[str, Any] |
     if isinstance(env, NativeVector):
         return Factories(None, env.make, num_envs or 1, env.spec)
     if isinstance(env, str | EnvSpec):
-        spec = gym.spec(env) if isinstance(env, str) else env
-        factory = functools.partial(gym.make, env if isinstance(env, EnvSpec) else spec, **(env_kwargs or {}))
+        # A copy: gymnasium.make writes some of its arguments into the spec it is given.
+        spec = copy.deepcopy(gym.spec(env) if isinstance(env, str) else env)
+        factory = functools.partial(gym.make, spec, **(env_kwargs or {}))
         count = num_envs or 1
         return Factories([factory] * count, None, count, spec)
     if callable(env):

@@ -1,56 +1,122 @@
-"""Inline: the stand-in for the hub when there are no workers, and everything runs in the head's own process."""
+"""Inline: the stand-in for remote workers when there are none, and everything runs in the head's own process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from clusterenv.head.outcome import Outcome
+from numpy.typing import NDArray
+
+from clusterenv.head.outcome import Collection, Outcome
+from clusterenv.policy.policy import Policy
+from clusterenv.policy.sketch import Measurement, Sketch
+from clusterenv.policy.weights import WeightsSpec
+from clusterenv.wire.arrays import allocate
+from clusterenv.wire.assignment import Assignment
+from clusterenv.wire.block import Block
+from clusterenv.wire.layout import Layout
 from clusterenv.wire.planes import Planes
-from clusterenv.worker.host import Host
+from clusterenv.worker.infos import Infos
+from clusterenv.worker.shard import Shard
 
 
 class Inline:
-    """Runs calls when they are waited for, so that an environment's exception comes up where the user stands."""
+    """One worker that is no process of its own.
+
+    Calls run when they are waited for, so that an environment's exception comes up where the user stands. A policy is
+    copied, and updated by the sync rule, just as on a real worker.
+    """
 
     pids: tuple[int, ...] = ()
 
-    def __init__(self, host: Host, planes: Planes) -> None:
-        self._host = host
-        self._planes = planes
+    def __init__(self, assignment: Assignment) -> None:
+        layouts = Layout(assignment.action_space), Layout(assignment.observation_space)
+        self.planes = Planes.make(*layouts, assignment.num_envs, allocate)
+        self._shard = Shard(assignment, self.planes)
+        self._num_envs = assignment.num_envs
         self._work: Callable[[], Outcome] | None = None
-        host.open()
+        self._weights: Mapping[str, NDArray[Any]] = {}
+        self._block: Block | None = None
+        try:
+            self._shard.host.open()
+        except BaseException:
+            self._shard.host.close()
+            raise
+
+    @property
+    def shards(self) -> list[tuple[int, int]]:
+        """One shard with everything."""
+        return [(0, self._num_envs)]
 
     def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> None:
         """Note a reset."""
-        self._work = lambda: self._stepped(self._host.reset(seeds, mask, options))
+        self._work = lambda: self._stepped(self._shard.reset(seeds, mask, options))
 
     def step(self, actions: Iterable[Any] | None) -> None:
         """Note a step."""
-        self._work = lambda: self._stepped(self._host.step(actions))
+        self._work = lambda: self._stepped(self._shard.step(actions))
 
     def invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a call."""
-        self._work = lambda: Outcome({}, [], self._host.call(name, args, kwargs))
+        self._work = lambda: Outcome({}, [], self._shard.host.call(name, args, kwargs))
 
     def set_attr(self, name: str, items: Sequence[Any]) -> None:
         """Note the setting of an attribute."""
 
         def work() -> Outcome:
-            self._host.set_attr(name, items)
+            self._shard.host.set_attr(name, items)
             return Outcome({}, [], [])
 
         self._work = work
 
-    def finish(self, timeout_s: float | None) -> Outcome:
+    def decide(self, version: int, pulls: Sequence[bool], arguments: Mapping[str, Any]) -> None:
+        """Note a step in which the policy chooses the actions."""
+        self._load(version, pulls)
+        self._work = lambda: self._stepped(self._shard.decide(arguments))
+
+    def finish(self, timeout_s: float | None = None) -> Outcome:
         """Do what was noted. There is nobody to wait for, so the timeout has no meaning."""
         work, self._work = self._work, None
         assert work is not None, "a call is under way"
         return work()
 
+    def adopt(
+        self, policy: Policy, spec: WeightsSpec, version: int, num_probes: int, arguments: Mapping[str, Any]
+    ) -> None:
+        """Take a copy of the policy."""
+        weights = spec.decode(spec.encode(policy.weights()))
+        self._shard.adopt(copy.deepcopy(policy), version, weights, num_probes, arguments)
+        self._block = None
+
+    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]]) -> None:
+        """Keep a version's weights until they are taken."""
+        self._weights = spec.decode(spec.encode(weights))
+
+    def measure(self, sketches: Mapping[int, Sketch], number: int) -> dict[int, Measurement]:
+        """Compare the copy with the newest policy."""
+        return {index: self._shard.measure(sketch, number) for index, sketch in sketches.items()}
+
+    def collect(
+        self, num_steps: int, number: int, version: int, pulls: Sequence[bool], arguments: Mapping[str, Any]
+    ) -> Collection:
+        """Make a rollout."""
+        started = time.perf_counter()
+        self._load(version, pulls)
+        if self._block is None or len(self._block.rewards) != num_steps:
+            assert self._shard.block_spec is not None, "a policy was adopted"
+            self._block = self._shard.block_spec.make(num_steps, self._num_envs, allocate)
+        summary = self._shard.collect(self._block, number, arguments)
+        return Collection(self._block, [summary], [time.perf_counter() - started])
+
     def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
         """Close the environments."""
-        self._host.close()
+        self._shard.host.close()
 
-    def _stepped(self, infos: dict[str, Any]) -> Outcome:
-        return Outcome(infos, [list(column) for column in self._host.objects()], [])
+    def _stepped(self, infos: Infos) -> Outcome:
+        return Outcome(infos, [list(column) for column in self._shard.host.objects()], [])
+
+    def _load(self, version: int, pulls: Sequence[bool]) -> None:
+        if pulls[0]:
+            self._shard.load(version, self._weights)

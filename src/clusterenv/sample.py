@@ -1,4 +1,4 @@
-"""Sample: what one environment, made and closed on the head, tells about all of them."""
+"""Sample: what one environment, made on the head, tells about all of them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,18 @@ class Sample:
     action_space: Space[Any]
     metadata: dict[str, Any]
     render_mode: str | None
+    kept: Env[Any, Any] | None
 
 
-def take_sample(factories: Factories, observation_mode: ObservationMode) -> Sample:
-    """Make an environment, read what is needed, and close it.
+def take_sample(factories: Factories, observation_mode: ObservationMode, *, keeps: bool) -> Sample:
+    """Make an environment and read what is needed.
 
     With `observation_mode="different"` that is done for each environment, since each may have bounds of its own.
+
+    Args:
+        factories: Make the environments.
+        observation_mode: As in Gymnasium.
+        keeps: Whether to hand on environment 0 for use, if it is a plain one, rather than to close it.
 
     Raises:
         ValueError: The observation mode is none of those Gymnasium has.
@@ -48,13 +54,11 @@ def take_sample(factories: Factories, observation_mode: ObservationMode) -> Samp
             f"space, actual got {observation_mode}"
         )
     env = factories.sample()
-    try:
-        single_observation, single_action = _single_spaces(env)
-        metadata, render_mode = dict(env.metadata), env.render_mode
-    finally:
-        close = getattr(env, "close", None)
-        if close is not None:
-            close()
+    single_observation, single_action = _single_spaces(env)
+    metadata, render_mode = dict(env.metadata), env.render_mode
+    kept = env if keeps and isinstance(env, Env) else None
+    if kept is None:
+        env.close()
     num_envs = factories.num_envs
     if isinstance(observation_mode, tuple):
         observation, single_observation = observation_mode
@@ -63,9 +67,8 @@ def take_sample(factories: Factories, observation_mode: ObservationMode) -> Samp
     else:
         others = [_observation_space(factories, index) for index in range(1, num_envs)]
         observation = batch_differing_spaces([single_observation, *others])
-    return Sample(
-        single_observation, observation, single_action, batch_space(single_action, num_envs), metadata, render_mode
-    )
+    action = batch_space(single_action, num_envs)
+    return Sample(single_observation, observation, single_action, action, metadata, render_mode, kept)
 
 
 def _single_spaces(env: object) -> tuple[Space[Any], Space[Any]]:

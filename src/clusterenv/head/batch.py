@@ -39,6 +39,12 @@ def merge_infos(shards: Sequence[ShardInfos], num_envs: int) -> dict[str, Any]:
 def _merge(key: str, shards: Sequence[ShardInfos], num_envs: int) -> Any:
     if all(isinstance(shard.infos, dict) for shard in shards):
         return merge_infos(shards, num_envs)
+    if all(isinstance(shard.infos, tuple) for shard in shards):  # Actions of a Tuple space.
+        parts = zip(*(shard.infos for shard in shards), strict=True)
+        return tuple(
+            _merge(key, [ShardInfos(s.start, s.stop, item) for s, item in zip(shards, part, strict=True)], num_envs)
+            for part in parts
+        )
     arrays: list[NDArray[Any]] = []
     for shard in shards:
         array: Any = shard.infos

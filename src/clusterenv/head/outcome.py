@@ -1,14 +1,17 @@
-"""Outcome: what a finished call brought, apart from the planes it filled."""
+"""What a finished call brought."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from clusterenv.wire.block import Block
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The part of an answer that has no fixed size.
+    """The part of an answer that has no fixed size; the rest is in the planes.
 
     Attributes:
         infos: The infos of all environments, in Gymnasium's vector layout.
@@ -19,3 +22,18 @@ class Outcome:
     infos: dict[str, Any]
     columns: list[list[Any]]
     results: list[Any]
+
+
+@dataclass(frozen=True)
+class Collection:
+    """A rollout as the workers made it.
+
+    Attributes:
+        block: The arrays; the next rollout overwrites them.
+        summaries: Each shard's finished episodes and final observations (`worker.collector`), in shard order.
+        busy_s: How long each worker worked on it.
+    """
+
+    block: Block
+    summaries: list[Mapping[str, Any]]
+    busy_s: list[float]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clusterenv.errors import WireError
@@ -66,9 +67,9 @@ class Roster:
         """Return the worker behind an address, if it has joined."""
         return self._by_peer.get(peer)
 
-    def owe(self, call: int) -> None:
-        """Note that every worker now owes an answer to this call."""
-        for member in self.members:
+    def owe(self, call: int, members: Sequence[Member]) -> None:
+        """Note that these workers now owe an answer to this call."""
+        for member in members:
             member.owes = call
 
     def settle(self, member: Member, call: int) -> None:

@@ -23,6 +23,7 @@ class Assignment:
         registry: Pickled `EnvSpec`s that the worker's own Gymnasium may not know.
         observation_space: What every environment's observation space must match.
         must_equal: Whether the observation spaces must be equal, or only agree in shape and dtype.
+        start: The index of the shard's first environment.
         num_envs: The environments of the whole run, which is what shared planes are sized for.
         num_workers: The workers of the whole run.
     """
@@ -33,5 +34,6 @@ class Assignment:
     observation_space: Space[Any]
     action_space: Space[Any]
     must_equal: bool
+    start: int
     num_envs: int
     num_workers: int

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
 from clusterenv.errors import WireError
 from clusterenv.wire import messages
-from clusterenv.wire.messages import Reply, Request, Step, Stepped, Stop
-from clusterenv.wire.planes import Planes, fill
+from clusterenv.wire.arrays import fill
+from clusterenv.wire.messages import Adopt, Collect, Decide, Reply, Request, Step, Stop
 from clusterenv.wire.shared import WorkerDesk
 from clusterenv.wire.zeromq import WorkerSocket
 
 
 class Channel:
-    """Receives requests and sends replies; `planes` hold the arrays that go with them."""
+    """Receives requests and sends replies, with the arrays that go with them where these are not shared.
+
+    Attributes:
+        weights: The frame with new weights that came with the last request, if one did.
+    """
 
     def __init__(self, socket: WorkerSocket) -> None:
+        self.weights: memoryview | None = None
         self._socket = socket
         self._desk: WorkerDesk | None = None
-        self._planes: Planes | None = None
+        self._actions: Sequence[NDArray[Any]] = ()
 
-    def use(self, planes: Planes, desk: WorkerDesk | None) -> None:
-        """From now on keep arrays in these planes; with a desk they are shared, and messages go over it."""
-        self._planes = planes
+    def use(self, actions: Sequence[NDArray[Any]], desk: WorkerDesk | None) -> None:
+        """From now on expect actions in these arrays; with a desk all arrays are shared, and messages go over it."""
+        self._actions = actions
         self._desk = desk
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether head and worker see the same arrays."""
+        return self._desk is not None
 
     def receive(self, timeout_s: float) -> Request | None:
         """Return the head's next request, its arrays in place; None if nothing came in time."""
@@ -43,24 +53,24 @@ class Channel:
         if frames is None:
             return None
         request = messages.decode_request(frames[0].buffer)
-        self._fill(request, [frame.buffer for frame in frames[1:]])
+        self._take_arrays(request, [frame.buffer for frame in frames[1:]])
         return request
 
-    def send(self, reply: Reply) -> None:
-        """Send a reply, and the filled planes with it where they are not shared."""
+    def send(self, reply: Reply, arrays: Iterable[NDArray[Any]] = ()) -> None:
+        """Send a reply, and arrays with it where they are not shared."""
         frame = messages.encode(reply)
         if self._desk is not None:
             self._desk.post(frame, lambda large: self._socket.send([large]))
-        elif isinstance(reply, Stepped):
-            assert self._planes is not None
-            self._socket.send([frame, *self._planes.results()])
         else:
-            self._socket.send([frame])
+            self._socket.send([frame, *arrays])
 
-    def _fill(self, request: Request, frames: Sequence[memoryview]) -> None:
-        wanted: list[NDArray[Any]] = []
-        if isinstance(request, Step) and request.actions is None and self._desk is None and self._planes is not None:
-            wanted = self._planes.actions
-        if len(frames) != len(wanted):
-            raise WireError(f"Expected {len(wanted)} arrays with {type(request).__name__}, got {len(frames)}.")
-        fill(wanted, frames)
+    def _take_arrays(self, request: Request, frames: Sequence[memoryview]) -> None:
+        self.weights = None
+        if isinstance(request, Adopt | Collect | Decide) and request.version is not None and self._desk is None:
+            if len(frames) != 1:
+                raise WireError(f"Expected weights with {type(request).__name__}, got {len(frames)} arrays.")
+            self.weights = frames[0]
+        elif isinstance(request, Step) and request.actions is None and self._desk is None:
+            fill(self._actions, frames)
+        elif frames:
+            raise WireError(f"{len(frames)} unexpected arrays with {type(request).__name__}.")

@@ -21,6 +21,21 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Base of all messages."""
 
 
+class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Shared memory for whoever can reach it."""
+
+    address: str
+    nonce: bytes  # what it begins with, so that nobody opens another's by mistake
+
+
+class ArraySpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One named array of a rollout, without its leading [steps, environments]."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Assign(_Message, tag=1, frozen=True):
     """Head to worker: host this shard."""
 
@@ -28,8 +43,7 @@ class Assign(_Message, tag=1, frozen=True):
     start: int
     stop: int
     code: bytes  # cloudpickle of a `wire.assignment.Assignment`
-    segment: str | None  # where the shared memory is; None: send arrays over the socket
-    nonce: bytes  # what the shared memory must begin with
+    memory: Offer | None  # desks and planes; None: send arrays over the socket
 
 
 class Reset(_Message, tag=2, frozen=True):
@@ -74,6 +88,46 @@ class Refused(_Message, tag=7, frozen=True):
     reason: str
 
 
+class Adopt(_Message, tag=8, frozen=True):
+    """Head to worker: this is the policy's structure, and its first weights."""
+
+    call: int
+    code: bytes  # cloudpickle of (policy, weights spec)
+    version: int
+    weights: Offer | None  # where this version's weights lie, and later ones' will; None: they follow as a frame
+    num_probes: int  # how many probe observations to keep of each rollout; 0: none
+    arguments: bytes | None  # cloudpickle: per-call values to try the policy with
+
+
+class Measure(_Message, tag=9, frozen=True):
+    """Head to worker: how far is your policy from this one?"""
+
+    call: int
+    number: int  # with it, head and worker choose the same probes
+    version: int
+    family: str
+    arrays: bytes  # values: the sketch
+
+
+class Collect(_Message, tag=10, frozen=True):
+    """Head to worker: make a rollout; new weights, if any, are in the weights' memory or follow as a frame."""
+
+    call: int
+    number: int  # with it, head and worker choose the same probes
+    num_steps: int
+    version: int | None  # of the new weights; None: go on with those you have
+    arguments: bytes | None  # cloudpickle: per-call values
+    memory: Offer | None  # where the rollout goes; None: send it as frames
+
+
+class Decide(_Message, tag=11, frozen=True):
+    """Head to worker: choose actions and step once; new weights as with Collect."""
+
+    call: int
+    version: int | None
+    arguments: bytes | None  # cloudpickle: per-call values
+
+
 class Join(_Message, tag=20, frozen=True):
     """Worker to head: here I am."""
 
@@ -116,8 +170,32 @@ class Failed(_Message, tag=24, frozen=True):
     traceback: str
 
 
-Request: TypeAlias = Assign | Reset | Step | Invoke | SetAttribute | Stop | Refused
-Reply: TypeAlias = Join | Ready | Stepped | Returned | Failed
+class Adopted(_Message, tag=25, frozen=True):
+    """Worker to head: the policy works here, and this is what it returns beside actions."""
+
+    call: int
+    extras: list[ArraySpec]
+    states: list[ArraySpec]
+
+
+class Measured(_Message, tag=26, frozen=True):
+    """Worker to head: the mean divergence over the probes, and that estimate's standard error, in nats."""
+
+    call: int
+    divergence: float
+    standard_error: float
+
+
+class Collected(_Message, tag=27, frozen=True):
+    """Worker to head: the rollout is made; its arrays are in place or follow as frames."""
+
+    call: int
+    summary: bytes  # values: finished episodes and final observations
+    busy_s: float
+
+
+Request: TypeAlias = Assign | Reset | Step | Invoke | SetAttribute | Stop | Refused | Adopt | Measure | Collect | Decide
+Reply: TypeAlias = Join | Ready | Stepped | Returned | Failed | Adopted | Measured | Collected
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -1,11 +1,11 @@
-"""The shared-memory transport: one nameless segment holds every worker's mailboxes, semaphores and planes.
+"""The shared-memory transport: nameless memory that holds mailboxes, semaphores and arrays.
 
-The segment is a memfd: it has no name, so a killed process cannot leave it behind, and it is not bound by the size of
+The memory is a memfd: it has no name, so a killed process cannot leave it behind, and it is not bound by the size of
 /dev/shm (64 MB in many containers). A worker on the same machine opens it through the head's /proc entry. Pages that
 nobody touches take no memory, so mailboxes can be generous.
 
-    [ nonce | desk of worker 0 | desk of worker 1 | ... | planes ]
-    desk: two semaphores (go, done), a stop flag, the request's mailbox and the reply's
+    a run's memory:  [ desk of worker 0 | desk of worker 1 | ... | planes ]
+    a desk:          two semaphores (go, done), a stop flag, the request's mailbox and the reply's
 
 A message too large for its mailbox goes over the worker's ZeroMQ socket instead; the mailbox then says so.
 """
@@ -13,79 +13,74 @@ A message too large for its mailbox goes over the worker's ZeroMQ socket instead
 from __future__ import annotations
 
 import os
+import secrets
 import struct
 from typing import TYPE_CHECKING
 
 from clusterenv.errors import WireError
 from clusterenv.wire import memory_map, semaphore
+from clusterenv.wire.messages import Offer
 from clusterenv.wire.semaphore import Semaphore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NONCE_BYTES = 64
+_NONCE_BYTES = 64
 _MAILBOX_BYTES = 1 << 20
 _LENGTH = struct.Struct("<Q")
 _BY_SOCKET = 2**64 - 1  # a length no mailbox has: the message comes over the socket
 _GO, _DONE, _STOP = 0, semaphore.SIZE_BYTES, 2 * semaphore.SIZE_BYTES
 _REQUEST = 3 * semaphore.SIZE_BYTES
 _REPLY = _REQUEST + _MAILBOX_BYTES
-_DESK_BYTES = _REPLY + _MAILBOX_BYTES
+DESK_BYTES = _REPLY + _MAILBOX_BYTES
 
 EAGER_S = 200e-6  # How long a worker looks for its next request before it sleeps; see docs/performance.md.
 
 
-class Segment:
-    """Shared memory with a desk per worker and room for the planes."""
+class SharedMemory:
+    """Memory that this process made and others on the machine may open."""
 
-    def __init__(self, descriptor: int, num_workers: int, *, is_owner: bool) -> None:
-        self._descriptor = descriptor
-        self._is_owner = is_owner
-        self.memory = memory_map.map_file(descriptor)
-        self._planes_start = NONCE_BYTES + num_workers * _DESK_BYTES
-
-    @staticmethod
-    def create(nonce: bytes, num_workers: int, planes_bytes: int) -> Segment:
-        """Make a segment; its pages are zero."""
-        descriptor = os.memfd_create("clusterenv", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, NONCE_BYTES + num_workers * _DESK_BYTES + planes_bytes + semaphore.SIZE_BYTES)
-        segment = Segment(descriptor, num_workers, is_owner=True)
-        segment.memory[: len(nonce)] = nonce
-        return segment
-
-    @staticmethod
-    def attach(address: str, nonce: bytes, num_workers: int) -> Segment | None:
-        """Open a segment by its address; None if it is not reachable from this process, or another's."""
-        try:
-            descriptor = os.open(address, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            segment = Segment(descriptor, num_workers, is_owner=False)
-        finally:
-            os.close(descriptor)
-        return segment if bytes(segment.memory[: len(nonce)]) == nonce else None
-
-    @property
-    def address(self) -> str:
-        """Where a process of the same user on the same machine can open it."""
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    @property
-    def planes_memory(self) -> memoryview:
-        """The part that holds the planes."""
-        return self.memory[self._planes_start :]
-
-    def desk(self, worker_index: int) -> memoryview:
-        """Return one worker's part."""
-        start = NONCE_BYTES + worker_index * _DESK_BYTES
-        return self.memory[start : start + _DESK_BYTES]
+    def __init__(self, size_bytes: int) -> None:
+        """Make `size_bytes` of memory; its pages are zero."""
+        self._descriptor: int | None = os.memfd_create("clusterenv", os.MFD_CLOEXEC)
+        # The spare line lets an array of no elements begin at the very end.
+        os.ftruncate(self._descriptor, _NONCE_BYTES + size_bytes + semaphore.SIZE_BYTES)
+        whole = memory_map.map_file(self._descriptor)
+        nonce = secrets.token_bytes(16)
+        whole[: len(nonce)] = nonce
+        self.memory = whole[_NONCE_BYTES:]
+        self.offer = Offer(f"/proc/{os.getpid()}/fd/{self._descriptor}", nonce)
 
     def close(self) -> None:
-        """Let go of the segment; arrays that still point into it keep its pages until they are gone."""
-        if self._is_owner:
+        """Let no one else in; arrays that point into the memory keep its pages until they are gone."""
+        if self._descriptor is not None:
             os.close(self._descriptor)
-            self._is_owner = False
+            self._descriptor = None
+
+
+def open_offer(offer: Offer) -> memoryview | None:
+    """Open the head's memory; None if it is not reachable from this process."""
+    try:
+        descriptor = os.open(offer.address, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        whole = memory_map.map_file(descriptor)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return whole[_NONCE_BYTES:] if bytes(whole[: len(offer.nonce)]) == offer.nonce else None
+
+
+def desk_memory(memory: memoryview, worker_index: int) -> memoryview:
+    """Return one worker's desk in the run's memory."""
+    return memory[worker_index * DESK_BYTES : (worker_index + 1) * DESK_BYTES]
+
+
+def planes_memory(memory: memoryview, num_workers: int) -> memoryview:
+    """Return what lies behind the desks in the run's memory."""
+    return memory[num_workers * DESK_BYTES :]
 
 
 class HeadDesk:

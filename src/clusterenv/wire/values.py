@@ -22,7 +22,7 @@ from gymnasium.spaces import GraphInstance
 from clusterenv.errors import WireError
 from clusterenv.wire import spaces
 
-_TUPLE, _SET, _FROZENSET, _ITEMS, _BIGINT, _COMPLEX = 1, 2, 3, 4, 5, 6
+_TUPLE, _SET, _FROZENSET, _ITEMS, _BIGINT, _COMPLEX, _SURROGATES = 1, 2, 3, 4, 5, 6, 7
 _ARRAY, _OBJECTS, _SCALAR, _GENERATOR = 10, 11, 12, 13
 _GRAPH, _SPACE, _SPEC, _REMOTE = 20, 21, 22, 23
 
@@ -83,12 +83,14 @@ def _ext(code: int, tree: object) -> msgspec.msgpack.Ext:
 def _lower(value: Any) -> Any:
     """Turn a value into a tree of what MessagePack knows."""
     kind = type(value)
-    if value is None or kind is bool or kind is float or kind is str or kind is bytes:
+    if value is None or kind is bool or kind is float or kind is bytes:
         return value
+    if kind is str:
+        return value if value.isascii() else _lower_text(value)
     if kind is int:
         return value if -(2**63) <= value < 2**64 else _lower_bigint(value)
     if kind is dict:
-        if all(type(key) is str for key in value):
+        if all(type(key) is str and key.isascii() for key in value):
             return {key: _lower(item) for key, item in value.items()}
         return _ext(_ITEMS, [[_lower(key), _lower(item)] for key, item in value.items()])
     if kind is list:
@@ -139,6 +141,14 @@ def _lower_other(value: Any) -> Any:
     return _lower_remote(value)
 
 
+def _lower_text(value: str) -> Any:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # A lone surrogate, as in the name of a file with undecodable bytes.
+        return msgspec.msgpack.Ext(_SURROGATES, value.encode(errors="surrogatepass"))
+    return value
+
+
 def _lower_bigint(value: int) -> msgspec.msgpack.Ext:
     data = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
     return msgspec.msgpack.Ext(_BIGINT, data)
@@ -167,6 +177,8 @@ def _raise(code: int, data: memoryview) -> Any:
         if len(data) > _MAX_BIGINT_BYTES:
             raise WireError(f"An integer of {len(data)} bytes is too large.")
         return int.from_bytes(data, "little", signed=True)
+    if code == _SURROGATES:
+        return bytes(data).decode(errors="surrogatepass")
     tree = _decoder.decode(data)
     if code == _REMOTE:
         type_name, text = tree

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,10 @@ class ArrayColumn:
         self._array = array
         self._shape = leaf.shape
         self._known_dtypes = {array.dtype}
+
+    def retarget(self, array: NDArray[Any]) -> None:
+        """Write into another array of the same form from now on."""
+        self._array = array
 
     def put(self, row: int, value: Any) -> None:
         """Write one row.
@@ -87,6 +91,13 @@ class Columns:
             ) from error
         for column, part in zip(self._columns, parts, strict=True):
             column.put(row, part)
+
+    def retarget(self, arrays: Sequence[NDArray[Any] | None]) -> None:
+        """Write into other arrays of the same form from now on."""
+        for column, array in zip(self._columns, arrays, strict=True):
+            if isinstance(column, ArrayColumn):
+                assert array is not None
+                column.retarget(array)
 
     def objects(self) -> list[list[Any]]:
         """Return the columns that have no fixed size."""

@@ -37,8 +37,16 @@ class Host(Protocol):
     def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> Infos:
         """Reset all environments, or those in the mask, filling the planes."""
 
-    def step(self, actions: Iterable[Any] | None) -> Infos:
-        """Step every environment once, filling the planes; without actions, those in the planes are taken."""
+    def step(self, actions: Iterable[Any] | None, *, skips_finished: bool = False) -> Infos:
+        """Step every environment once, filling the planes.
+
+        Args:
+            actions: One an environment; None takes those in the planes.
+            skips_finished: Without autoreset, leave finished environments alone instead of raising.
+        """
+
+    def observe_into(self, arrays: Sequence[NDArray[Any] | None]) -> None:
+        """From now on write observations into these arrays, one a leaf, instead of the planes'."""
 
     def objects(self) -> list[list[Any]]:
         """Return the newest observations' leaves that have no fixed size, one list a leaf."""
@@ -64,6 +72,8 @@ class EnvHost:
         self._envs: list[Env[Any, Any]] = []
         self._rows = len(factories)
         self._pending = [False] * self._rows
+        self._skips_finished = False
+        self._resting: dict[int, Any] = {}  # Without autoreset: the last observations of finished environments.
         self._columns = Columns(Layout(assignment.observation_space), planes.observations, self._rows)
         self._actions = _ActionReader(assignment.action_space, planes.actions, self._rows)
         self.objects = self._columns.objects
@@ -97,9 +107,14 @@ class EnvHost:
         self.failed_row = None
         return infos
 
-    def step(self, actions: Iterable[Any] | None) -> Infos:
+    def step(self, actions: Iterable[Any] | None, *, skips_finished: bool = False) -> Infos:
         """Step every environment once, resetting as the autoreset mode has it."""
+        self._skips_finished = skips_finished
         return self._step(self._actions.read() if actions is None else actions)
+
+    def observe_into(self, arrays: Sequence[NDArray[Any] | None]) -> None:
+        """From now on write observations into these arrays, one a leaf, instead of the planes'."""
+        self._columns.retarget(arrays)
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Call a method, or read an attribute, of every environment, looking through its wrappers."""
@@ -184,7 +199,7 @@ class EnvHost:
     def _step_disabled(self, actions: Iterable[Any]) -> Infos:
         put, pending, infos = self._columns.put, self._pending, Infos()
         rewards: list[Any] = [0.0] * self._rows
-        if any(pending):
+        if any(pending) and not self._skips_finished:
             self.failed_row = pending.index(True)
             raise ResetNeeded(
                 "An environment that has finished was stepped with autoreset_mode=DISABLED. "
@@ -194,8 +209,12 @@ class EnvHost:
         row = 0
         try:
             for row, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
+                if pending[row]:
+                    put(row, self._resting[row])
+                    continue
                 observation, rewards[row], terminated, truncated, info = env.step(action)
                 if terminated or truncated:
+                    self._resting[row] = copy.deepcopy(observation)
                     terminations[row], truncations[row], pending[row] = terminated, truncated, True
                 put(row, observation)
                 if info:
@@ -241,7 +260,7 @@ def check_spaces(observation_space: Space[Any], action_space: Space[Any], assign
             f"single_observation_space={wanted}, sub-environment observation_space={observation_space}. "
             "If this is intentional, use `observation_mode='different'` instead."
         )
-    if not is_space_dtype_shape_equiv(observation_space, wanted):
+    if not assignment.must_equal and not is_space_dtype_shape_equiv(observation_space, wanted):
         raise RuntimeError(
             "ClusterEnv(..., observation_mode='different' or custom space) however the sub-environments observation "
             f"spaces do not share a common shape and dtype, single_observation_space={wanted}, "

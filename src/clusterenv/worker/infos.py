@@ -40,6 +40,16 @@ def add_info(infos: Infos, info: Infos, row: int, num_rows: int) -> None:
         infos[key], infos[f"_{key}"] = array, mask
 
 
+def info_row(infos: Infos, row: int) -> Infos:
+    """Return one environment's info out of the vector layout."""
+    info: Infos = {}
+    for key, value in infos.items():
+        mask = infos.get(f"_{key}")
+        if isinstance(mask, np.ndarray) and mask[row]:
+            info[key] = info_row(value, row) if isinstance(value, dict) else value[row]
+    return info
+
+
 def _objects(num_rows: int) -> NDArray[Any]:
     return np.full(num_rows, fill_value=None, dtype=object)
 

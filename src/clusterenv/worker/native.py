@@ -25,6 +25,7 @@ class VectorHost:
         self._factory = factory
         self._assignment = assignment
         self._planes = planes
+        self._targets: Sequence[NDArray[Any] | None] = planes.observations
         self._rows = len(planes.rewards)
         self._env: Any = None  # A VectorEnv, and more than VectorEnv promises: call and set_attr where it has them.
         self._observations = Layout(assignment.observation_space)
@@ -51,7 +52,7 @@ class VectorHost:
             self._planes.terminations[mask] = self._planes.truncations[mask] = False
         return _with_masks(infos, self._rows)
 
-    def step(self, actions: Iterable[Any] | None) -> Infos:
+    def step(self, actions: Iterable[Any] | None, *, skips_finished: bool = False) -> Infos:
         """Step the vector environment once; it resets finished episodes by itself."""
         batch: Any = actions
         if actions is None:
@@ -64,6 +65,10 @@ class VectorHost:
         self._planes.terminations[:] = terminations
         self._planes.truncations[:] = truncations
         return _with_masks(infos, self._rows)
+
+    def observe_into(self, arrays: Sequence[NDArray[Any] | None]) -> None:
+        """From now on write observations into these arrays, one a leaf, instead of the planes'."""
+        self._targets = arrays
 
     def objects(self) -> list[list[Any]]:
         """Return the newest observations' leaves that have no fixed size."""
@@ -122,7 +127,7 @@ class VectorHost:
     def _put(self, observations: Any) -> None:
         self._objects = []
         parts = self._observations.flatten(observations)
-        for leaf, plane, part in zip(self._observations.leaves, self._planes.observations, parts, strict=True):
+        for leaf, plane, part in zip(self._observations.leaves, self._targets, parts, strict=True):
             if plane is None:
                 self._objects.append(list(part))
                 continue

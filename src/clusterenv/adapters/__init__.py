@@ -1,0 +1,33 @@
+"""From what users have (an agent of some framework, a function) to a policy.
+
+Each framework's adapter is imported only when an agent of that framework is given.
+"""
+
+from __future__ import annotations
+
+from clusterenv.errors import PolicyError
+from clusterenv.policy.policy import FunctionPolicy, Policy
+
+__all__ = ["as_policy"]
+
+
+def as_policy(agent: object) -> Policy:
+    """Return the agent as a policy: as it is if it is one, a torch module or a plain function wrapped.
+
+    Raises:
+        PolicyError: It is none of these, or it cannot be told how it chooses actions.
+    """
+    if isinstance(agent, type):
+        raise PolicyError(f"{agent.__name__} is a class; give an instance of it: {agent.__name__}(...).")
+    if isinstance(agent, Policy):
+        return agent
+    if any(base.__module__.partition(".")[0] == "torch" for base in type(agent).__mro__):
+        from clusterenv.adapters.torch import TorchPolicy
+
+        return TorchPolicy(agent)  # type: ignore[arg-type]  # TorchPolicy refuses what is no nn.Module
+    if callable(agent):
+        return FunctionPolicy(agent)
+    raise PolicyError(
+        f"A {type(agent).__name__} is no policy. Give a torch module, a function from observations to actions, or an "
+        "object with the methods of clusterenv.policy.Policy (BasePolicy has all but one of them)."
+    )

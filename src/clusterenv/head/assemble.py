@@ -1,0 +1,110 @@
+"""Assemble: a block of arrays and the shards' summaries put together as a `Rollout`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from clusterenv.errors import WireError
+from clusterenv.head.outcome import Collection
+from clusterenv.rollout import Episodes, Finals, Rollout
+from clusterenv.wire.layout import Layout
+
+Shards = Sequence[tuple[int, int]]
+
+
+def assemble(
+    collection: Collection,
+    shards: Shards,
+    layouts: tuple[Layout, Layout],
+    mode: AutoresetMode,
+    provenance: Mapping[str, NDArray[Any]],
+    stats: dict[str, Any],
+) -> Rollout:
+    """Make the rollout.
+
+    Args:
+        collection: What the workers made.
+        shards: Whose environments each summary speaks of.
+        layouts: Of actions and observations.
+        mode: How environments were reset.
+        provenance: `versions`, `ages` and `divergences`, per environment.
+        stats: What it cost.
+
+    Raises:
+        WireError: A worker's summary makes no sense.
+    """
+    actions, observations = layouts
+    block = collection.block
+    try:
+        episodes = _episodes(collection.summaries, shards, len(block.rewards))
+        finals = _finals(collection, shards, observations, mode)
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise WireError(f"A worker's summary of its rollout makes no sense: {error!r}.") from error
+    return Rollout(
+        obs=observations.nest([column[:-1] for column in block.observations]),
+        actions=actions.nest(block.actions),
+        rewards=block.rewards,
+        terminations=block.terminations,
+        truncations=block.truncations,
+        valid=block.valid,
+        extras=block.extras,
+        next_obs=observations.nest([column[-1] for column in block.observations]),
+        states=block.states,
+        finals=finals,
+        episodes=episodes,
+        autoreset_mode=mode,
+        stats=stats,
+        versions=provenance["versions"],
+        ages=provenance["ages"],
+        divergences=provenance["divergences"],
+    )
+
+
+def _episodes(summaries: Sequence[Mapping[str, Any]], shards: Shards, num_steps: int) -> Episodes:
+    """Put the shards' episodes in order of time, then environment."""
+    parts = [summary["episodes"] for summary in summaries]
+    rows = np.concatenate(
+        [_indices(part["row"], stop - start) + start for part, (start, stop) in zip(parts, shards, strict=True)]
+    )
+    steps = np.concatenate([_indices(part["step"], num_steps) for part in parts])
+    order = np.lexsort((rows, steps))
+    infos = [info for part in parts for info in part["info"]]
+    return Episodes(
+        np.concatenate([part["return"] for part in parts]).astype(np.float64)[order],
+        np.concatenate([part["length"] for part in parts]).astype(np.int64)[order],
+        rows[order],
+        steps[order],
+        [infos[index] for index in order],
+    )
+
+
+def _finals(collection: Collection, shards: Shards, layout: Layout, mode: AutoresetMode) -> Finals:
+    block = collection.block
+    steps, envs = np.nonzero(block.terminations | block.truncations)
+    if mode is not AutoresetMode.SAME_STEP:
+        # The next row still shows the episode's last observation: its reset comes one step later, or never.
+        return Finals(layout.nest([column[steps + 1, envs] for column in block.observations]), steps, envs)
+    parts = [summary["finals"] for summary in collection.summaries]
+    rows = np.concatenate([part["row"] + start for part, (start, _) in zip(parts, shards, strict=True)])
+    order = np.lexsort((rows, np.concatenate([part["step"] for part in parts])))
+    if len(order) != len(steps):
+        raise ValueError(f"{len(order)} final observations for {len(steps)} finished episodes")
+    leaves = []
+    for index, leaf in enumerate(layout.leaves):
+        stacks = [part["leaves"][index] for part in parts if len(part["row"])]
+        column = np.zeros((len(steps), *leaf.shape), leaf.dtype)
+        if stacks:
+            column[...] = np.concatenate(stacks)[order]
+        leaves.append(column)
+    return Finals(layout.nest(leaves), steps, envs)
+
+
+def _indices(values: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    if values.dtype != np.int64 or values.ndim != 1 or (len(values) and not 0 <= values.min() <= values.max() < limit):
+        raise ValueError(f"{values!r} are no indices below {limit}")
+    return values

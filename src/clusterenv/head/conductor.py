@@ -1,0 +1,114 @@
+"""Conductor: leads the policies on the workers: brings them new versions, lets them act, and counts what that costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.head.assemble import assemble
+from clusterenv.head.ledger import Ledger
+from clusterenv.head.outcome import Collection
+from clusterenv.head.publisher import PolicyBackend, Publisher
+from clusterenv.policy.policy import Policy
+from clusterenv.policy.sync import SyncRule
+from clusterenv.rollout import Rollout
+from clusterenv.wire.block import check_collectable
+from clusterenv.wire.layout import Layout
+
+
+class ActingBackend(PolicyBackend, Protocol):
+    """Where policies run and act."""
+
+    def decide(self, version: int, pulls: list[bool], arguments: Mapping[str, Any]) -> None:
+        """Start a step in which the workers choose the actions."""
+
+    def collect(
+        self, num_steps: int, number: int, version: int, pulls: list[bool], arguments: Mapping[str, Any]
+    ) -> Collection:
+        """Let every worker make its part of a rollout."""
+
+
+class Conductor:
+    """Runs one learner's policy on the workers."""
+
+    def __init__(
+        self,
+        backend: ActingBackend,
+        rule: SyncRule,
+        layouts: tuple[Layout, Layout],
+        mode: AutoresetMode,
+        *,
+        copies: bool,
+    ) -> None:
+        """Lead a backend's policies.
+
+        Args:
+            backend: Where they run.
+            rule: When they take new weights.
+            layouts: Of actions and observations.
+            mode: How environments are reset.
+            copies: Whether rollouts are the caller's own, rather than overwritten by the next.
+        """
+        self.ledger = Ledger()
+        self._backend = backend
+        self._layouts = layouts
+        self._mode = mode
+        self._copies = copies
+        self._publisher = Publisher(rule, backend, layouts[1], self.ledger)
+        self._num_envs = backend.shards[-1][1]
+
+    def publish(self) -> None:
+        """Note that the weights have changed, for policies that cannot notice it themselves."""
+        self._publisher.tell()
+
+    def start_step(self, policy: Policy, arguments: Mapping[str, Any]) -> None:
+        """Start a step in which the policy chooses the actions."""
+        check_collectable(*self._layouts)
+        pulls = self._publisher.prepare(policy, arguments)
+        self._backend.decide(self._publisher.version, pulls, arguments)
+
+    def note_step(self) -> None:
+        """Count a step, by whomever its actions were chosen: the newest observations are now the planes'."""
+        self.ledger.env_steps += self._num_envs
+        self._publisher.forget_probes()
+
+    def note_reset(self) -> None:
+        """Note that environments were reset: the newest observations are now the planes'."""
+        self._publisher.forget_probes()
+
+    def rollout(self, policy: Policy, num_steps: int, arguments: Mapping[str, Any]) -> Rollout:
+        """Collect a rollout."""
+        check_collectable(*self._layouts)
+        before = self.ledger.snapshot()
+        pulls = self._publisher.prepare(policy, arguments)
+        self._publisher.number += 1
+        started = time.perf_counter()
+        collection = self._backend.collect(num_steps, self._publisher.number, self._publisher.version, pulls, arguments)
+        seconds = time.perf_counter() - started
+        self._publisher.remember(collection.block)
+        self.ledger.note_rollout(num_steps * self._num_envs, collection, seconds)
+        if self._copies:
+            collection = replace(collection, block=collection.block.copy())
+        provenance = self._publisher.provenance()
+        return assemble(
+            collection,
+            self._backend.shards,
+            self._layouts,
+            self._mode,
+            provenance,
+            self._cost(before, collection, seconds),
+        )
+
+    def _cost(self, before: Mapping[str, float], collection: Collection, seconds: float) -> dict[str, Any]:
+        after = self.ledger.snapshot()
+        return {
+            "seconds": seconds,
+            "env_steps_per_second": (after["env_steps"] - before["env_steps"]) / seconds,
+            "worker_idle_share": 1.0 - float(np.mean(collection.busy_s)) / seconds,
+            **{name: after[name] - before[name] for name in after if name != "env_steps"},
+        }

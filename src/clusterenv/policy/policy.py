@@ -1,0 +1,237 @@
+"""What turns observations into decisions on a worker, in numpy terms.
+
+A user's own policy is a class with one method on top of `BasePolicy`:
+
+    class Linear(BasePolicy):
+        def __init__(self) -> None:
+            self.matrix = np.zeros((4, 2), np.float32)
+
+        def distribution(self, obs, state=None):
+            return Categorical(logits=obs @ self.matrix)
+
+        def weights(self):
+            return {"matrix": self.matrix}
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clusterenv.errors import PolicyError
+from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution
+from clusterenv.policy.weights import Weights, WeightsSpec
+
+Tree: TypeAlias = "Array | tuple[Tree, ...] | dict[str, Tree]"
+State: TypeAlias = dict[str, Array]
+
+
+class Decision(NamedTuple):
+    """What a policy decided for n environments.
+
+    Attributes:
+        action: One array `[n, ...]`, or a dict or tuple of them, nested as the action space is.
+        extras: What else the learner wants to know, each `[n, ...]`: "logprob", "value", ...
+        state: The recurrent state after this step, each `[n, ...]`; None if the policy has none.
+    """
+
+    action: Tree
+    extras: dict[str, Array]
+    state: State | None = None
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """What a worker needs of a policy. It is pickled to the workers once; after that only its weights travel."""
+
+    def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
+        """Decide for every environment of a batch.
+
+        Args:
+            obs: Observations `[n, ...]`, nested as the observation space is; valid only during the call.
+            state: What the last decision returned, or `initial_state`, with the rows of new episodes already put back
+                to their initial values (`start_episodes`).
+            call: Per-call values such as epsilon.
+
+        Returns:
+            Arrays the policy will not write to again.
+        """
+
+    def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
+        """Return the action distributions on a batch, drawing nothing; None if the policy cannot say."""
+
+    def weights(self) -> dict[str, Array]:
+        """Return the weights by name, always in the same order. They may be live: encode or copy them at once."""
+
+    def load(self, weights: Weights) -> None:
+        """Overwrite the weights in place.
+
+        Raises:
+            PolicyError: Names, shapes or dtypes differ from those of `weights()`.
+        """
+
+    def stamp(self) -> Hashable:
+        """Return a value that differs from an earlier one if the weights may have changed in between.
+
+        None means that the policy cannot say, and `envs.publish(agent)` must.
+        """
+
+    def seed(self, seed: int) -> None:
+        """Make all further random choices follow from this seed."""
+
+    def initial_state(self, num_envs: int) -> State | None:
+        """Return the recurrent state at an episode's start, each `[num_envs, ...]`; None if the policy has none."""
+
+
+class BasePolicy:
+    """A policy in numpy, complete but for `distribution` or `act`: give either, and `weights` if there are any."""
+
+    _rng: np.random.Generator | None = None
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The generator to draw from; unseeded until `seed` is called."""
+        if self._rng is None:
+            self._rng = np.random.default_rng()
+        return self._rng
+
+    def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
+        """Sample from `distribution`; "logprob" is among the extras if the family has one."""
+        distribution = self.distribution(obs, state)
+        if distribution is None:
+            raise PolicyError(f"{type(self).__name__} must define act() or distribution().")
+        return draw(distribution, self.rng, call)
+
+    def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
+        """Say nothing about the distribution."""
+        return None
+
+    def weights(self) -> dict[str, Array]:
+        """Return no weights."""
+        return {}
+
+    def load(self, weights: Weights) -> None:
+        """Copy into the arrays that `weights` returns."""
+        own = self.weights()
+        WeightsSpec.of(own).check(weights)
+        for name, array in own.items():
+            np.copyto(array, weights[name])
+
+    def stamp(self) -> Hashable:
+        """Hash every weight."""
+        return tuple(hash(array.tobytes()) for array in self.weights().values())
+
+    def seed(self, seed: int) -> None:
+        """Start a new generator."""
+        self._rng = np.random.default_rng(seed)
+
+    def initial_state(self, num_envs: int) -> State | None:
+        """Have no state."""
+        return None
+
+
+class FunctionPolicy(BasePolicy):
+    """A plain function over numpy arrays: `f(obs)`, `f(obs, rng)`, `f(obs, epsilon)`.
+
+    A parameter called `rng` gets the worker's seeded generator; any other is a per-call value.
+
+    Args:
+        function: Returns the actions, or a `Decision`.
+    """
+
+    def __init__(self, function: Callable[..., Tree | Decision]) -> None:
+        self._function = function
+        self._wants = Wants(function, leading=1, offered=("rng",))
+
+    def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
+        """Call the function."""
+        answer = self._function(obs, **self._wants.pick({"rng": self.rng}, call))
+        return answer if isinstance(answer, Decision) else Decision(answer, {})
+
+
+class Wants:
+    """Which values a user's function wants, read once from its signature.
+
+    Its leading parameters are given in order. Each further one is filled, by its name, with something ClusterEnv
+    offers or with a per-call value.
+
+    Args:
+        function: The user's.
+        leading: How many parameters are given in order.
+        offered: The names of what ClusterEnv offers.
+    """
+
+    def __init__(self, function: Callable[..., object], leading: int, offered: tuple[str, ...]) -> None:
+        self._name = getattr(function, "__name__", type(function).__name__)
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except ValueError:  # A builtin without a signature takes what it is given.
+            parameters = []
+        named = [p for p in parameters[leading:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        self._any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._offered = frozenset(offered) & {p.name for p in named}
+        self._values = frozenset(p.name for p in named) - self._offered
+        self._required = frozenset(p.name for p in named if p.default is p.empty) - self._offered
+
+    def __contains__(self, name: str) -> bool:
+        """Say whether the function has a parameter of this name."""
+        return name in self._offered or name in self._values
+
+    def pick(self, offered: Mapping[str, object], call: Call) -> dict[str, object]:
+        """Choose the keyword arguments of one call.
+
+        Raises:
+            PolicyError: A per-call value is missing, or one is given that the function does not take.
+        """
+        if missing := self._required - call.keys():
+            raise PolicyError(
+                f"The policy function {self._name}() needs {', '.join(sorted(missing))}: give it with the call, "
+                f"as in envs.rollout(agent, num_steps, {min(missing)}=...)."
+            )
+        if not self._any and (unknown := call.keys() - self._values):
+            raise PolicyError(
+                f"The policy function {self._name}() takes no {', '.join(sorted(unknown))}. "
+                f"Per-call values it takes: {', '.join(sorted(self._values)) or 'none'}."
+            )
+        return {name: offered[name] for name in self._offered} | dict(call)
+
+
+def draw(
+    distribution: Distribution,
+    rng: np.random.Generator,
+    call: Call = NO_VALUES,
+    extras: Mapping[str, Array] | None = None,
+) -> Decision:
+    """Sample a decision, with its log-probability where there is one.
+
+    Raises:
+        PolicyError: `call` holds a value that this family of distributions does not read.
+    """
+    if call and (unknown := call.keys() - distribution.reads):
+        raise PolicyError(
+            f"A {distribution.family} policy takes no {', '.join(sorted(unknown))}. "
+            f"Per-call values it takes: {', '.join(sorted(distribution.reads))}."
+        )
+    action, logprob = distribution.sample(rng, call)
+    named: dict[str, Array] = {} if logprob is None else {"logprob": logprob}
+    return Decision(action, named if extras is None else {**named, **extras})
+
+
+def start_episodes(state: State, initial: State, starts: NDArray[np.bool_]) -> State:
+    """Put the rows where an episode starts back to their initial state; the others are kept.
+
+    Args:
+        state: What the last decision returned; not written to.
+        initial: `initial_state` of the policy, for as many environments.
+        starts: Shape `[n]`.
+    """
+    if not starts.any():
+        return state
+    fresh = {name: array.copy() for name, array in state.items()}
+    for name, array in fresh.items():
+        array[starts] = initial[name][starts]
+    return fresh

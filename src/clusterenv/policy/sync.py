@@ -1,0 +1,235 @@
+"""When a worker pulls the learner's newest weights.
+
+A rule is a frozen setting; `start` gives the small state that one worker keeps. A tracker is told what is known and
+returns a verdict; it does no I/O and reads no clock. Versions are numbered from 1; a worker that holds no weights yet
+has version 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, NamedTuple, Protocol
+
+from clusterenv.errors import ConfigError
+
+# Of the threshold. Below this a worker's policy is as good as the newest, and its ups and downs are noise.
+_NEGLIGIBLE = 0.05
+
+
+class Reason(Enum):
+    """Why a worker pulls, or why not. The value is the name used in statistics."""
+
+    CURRENT = "current"
+    BELOW = "below_threshold"
+    WAITING = "waiting"
+    FIRST = "first"
+    UPDATE = "every_update"
+    PERIOD = "period"
+    DIVERGED = "diverged"
+    PLATEAU = "plateau"
+    LAG = "max_lag"
+    UNMEASURED = "unmeasured"
+
+
+class Verdict(NamedTuple):
+    """Whether to pull, and why."""
+
+    pulls: bool
+    reason: Reason
+
+    @property
+    def advice(self) -> str | None:
+        """What a user should be told, once, when a worker pulls for this reason; None if nothing is amiss."""
+        return _ADVICE.get(self.reason)
+
+
+class Tracker(Protocol):
+    """One worker's side of a rule."""
+
+    def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
+        """Decide whether to pull `newest`.
+
+        Args:
+            own: The version the worker holds; 0 if none.
+            newest: The newest version it has heard of.
+            divergence: Mean KL(own || newest) over the probes, if it was measured at exactly these two versions.
+        """
+
+
+class SyncRule(Protocol):
+    """When workers pull new weights."""
+
+    @property
+    def needs_sketch(self) -> bool:
+        """Whether the head must send sketches for this rule."""
+
+    def start(self) -> Tracker:
+        """Return the tracker for one worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveSync:
+    """Pull when the worker's policy has diverged from the newest one.
+
+    Two protections pull although the divergence is below the threshold. A learner that clips its updates against the
+    policy that made the data (plain PPO) is held near that policy: with stale workers the divergence rises, then
+    stays where the clipping holds it, below the threshold, and learning stops. `plateau` sees the rise end, `max_lag`
+    bounds what it does not see.
+
+    Attributes:
+        threshold: Pull above this mean KL per state, in nats.
+        max_lag: Pull when this many versions behind, whatever the divergence.
+        plateau: Pull when, from the version measured last to the newest, the divergence grew by less than `plateau`
+            times what it had grown per version since the last pull; 0 pulls only if it shrank, None never.
+    """
+
+    threshold: float = 0.05
+    max_lag: int = 20
+    plateau: float | None = 0.5
+
+    needs_sketch: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold < math.inf:
+            raise ConfigError(f"AdaptiveSync.threshold must be a positive number of nats, got {self.threshold}.")
+        if self.max_lag < 1:
+            raise ConfigError(f"AdaptiveSync.max_lag must be at least 1 version, got {self.max_lag}.")
+        if self.plateau is not None and not 0 <= self.plateau < 1:
+            raise ConfigError(
+                f"AdaptiveSync.plateau must be at least 0 and below 1, got {self.plateau}: steady growth is 1 times "
+                "its own average. None switches it off."
+            )
+
+    def start(self) -> Tracker:
+        """Return the tracker for one worker."""
+        return _AdaptiveTracker(self)
+
+
+class _AdaptiveTracker:
+    """Remembers the divergence measured at the last version since the last pull."""
+
+    def __init__(self, rule: AdaptiveSync) -> None:
+        self._rule = rule
+        self._own = 0
+        self._version = 0
+        self._divergence = 0.0
+
+    def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
+        if basic := _judge_versions(own, newest):
+            return basic
+        if own != self._own:  # A pull has arrived: at its own version the divergence is 0.
+            self._own, self._version, self._divergence = own, own, 0.0
+        if divergence is None:
+            return Verdict(True, Reason.UNMEASURED)
+        if not divergence <= self._rule.threshold:  # NaN pulls too.
+            return Verdict(True, Reason.DIVERGED)
+        has_stopped = self._has_stopped_growing(newest, divergence)
+        if newest > self._version:  # Measuring one version twice, on other probes, says nothing about growth.
+            self._version, self._divergence = newest, divergence
+        if has_stopped:
+            return Verdict(True, Reason.PLATEAU)
+        if newest - own >= self._rule.max_lag:
+            return Verdict(True, Reason.LAG)
+        return Verdict(False, Reason.BELOW)
+
+    def _has_stopped_growing(self, newest: int, divergence: float) -> bool:
+        if self._rule.plateau is None or divergence < _NEGLIGIBLE * self._rule.threshold:
+            return False
+        if not self._own < self._version < newest:
+            return False  # The first version after a pull has nothing to be compared with.
+        growth = (divergence - self._divergence) / (newest - self._version)
+        average = self._divergence / (self._version - self._own)
+        return growth < self._rule.plateau * average
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryUpdate:
+    """Pull every new version."""
+
+    needs_sketch: ClassVar[bool] = False
+
+    def start(self) -> Tracker:
+        """Return the tracker for one worker."""
+        return _LagTracker(1, Reason.UPDATE)
+
+
+@dataclass(frozen=True)
+class PeriodicSync:
+    """Pull every k-th version.
+
+    Attributes:
+        k: Pull when this many versions behind.
+    """
+
+    k: int
+
+    needs_sketch: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigError(f"PeriodicSync.k must be at least 1 version, got {self.k}.")
+
+    def start(self) -> Tracker:
+        """Return the tracker for one worker."""
+        return _LagTracker(self.k, Reason.PERIOD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeverSync:
+    """Pull once, at the start, and then keep those weights."""
+
+    needs_sketch: ClassVar[bool] = False
+
+    def start(self) -> Tracker:
+        """Return the tracker for one worker."""
+        return _LagTracker(None, Reason.PERIOD)
+
+
+class _LagTracker:
+    """Pulls at a fixed number of versions behind; never, if that is None."""
+
+    def __init__(self, lag: int | None, reason: Reason) -> None:
+        self._lag = lag
+        self._reason = reason
+
+    def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
+        if basic := _judge_versions(own, newest):
+            return basic
+        if self._lag is not None and newest - own >= self._lag:
+            return Verdict(True, self._reason)
+        return Verdict(False, Reason.WAITING)
+
+
+def _judge_versions(own: int, newest: int) -> Verdict | None:
+    """Settle what every rule agrees on: a worker without weights pulls, one with the newest does not."""
+    if own >= newest:
+        return Verdict(False, Reason.CURRENT)
+    if own == 0:
+        return Verdict(True, Reason.FIRST)
+    return None
+
+
+_REMEDY = (
+    "The usual cause is a learner that clips its updates against the policy that made the data, as plain PPO does: "
+    "stale workers then hold it back, and it never moves far enough for them to pull. The remedy is the decoupled "
+    "objective: clip against the learner's own recent policy and weight by recent/behaviour probability (rollout "
+    "extras hold the behaviour log-probabilities); see docs/sync.md. A lower AdaptiveSync(threshold=...), or "
+    "EveryUpdate(), also works. Harmless if training has simply converged."
+)
+_ADVICE = {
+    Reason.PLATEAU: (
+        "A worker pulled new weights although its divergence is below the threshold, because the divergence has "
+        "stopped growing. " + _REMEDY
+    ),
+    Reason.LAG: (
+        "A worker pulled new weights although its divergence is below the threshold, because it was "
+        "AdaptiveSync(max_lag=...) versions behind. " + _REMEDY
+    ),
+    Reason.UNMEASURED: (
+        "This policy has no readable action distribution, so its divergence cannot be measured and workers pull every "
+        "version they hear of. Give it a distribution() (a TorchPolicy takes distribution=...), or choose "
+        "EveryUpdate() or PeriodicSync(k) to say that this is intended."
+    ),
+}

@@ -1,0 +1,148 @@
+"""Rollout: T steps of N environments, with the versions of the policy that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+
+class Transitions(NamedTuple):
+    """Single transitions for a replay buffer, each array `[M, ...]`, in order of time, then environment.
+
+    `next_obs` is the observation the action really led to, also where an episode ended.
+    """
+
+    obs: Any
+    actions: Any
+    rewards: NDArray[np.float64]
+    next_obs: Any
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """The episodes that finished during a rollout, one entry each.
+
+    Attributes:
+        returns: Sum of rewards since the episode began, in earlier rollouts too.
+        lengths: Steps since then.
+        env_indices: Whose.
+        steps: At which step of this rollout.
+        infos: The info of the episode's last step.
+    """
+
+    returns: NDArray[np.float64]
+    lengths: NDArray[np.int64]
+    env_indices: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    infos: list[dict[str, Any]]
+
+    def __len__(self) -> int:
+        return len(self.returns)
+
+
+@dataclass(frozen=True)
+class Finals:
+    """The last observations of finished episodes: what their last actions led to.
+
+    Attributes:
+        obs: `[F, ...]`, nested as the observation space is.
+        steps: The step of the rollout at which each episode ended.
+        env_indices: Whose.
+    """
+
+    obs: Any
+    steps: NDArray[np.int64]
+    env_indices: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Arrays `[T, N, ...]`: first time, then environment; row i is environment i.
+
+    Attributes:
+        obs: What each action was chosen on, nested as the observation space is.
+        actions: Nested as the action space is.
+        extras: What the policy returned beside actions, by name: "logprob", "value", ...
+        next_obs: `[N, ...]`, after the last step: what to bootstrap from.
+        valid: False where no action was taken, so that the row is no transition: in NEXT_STEP mode the step
+        that resets an
+            environment; without autoreset all steps after an episode's end. Leave such rows out of the loss.
+        states: The policy's recurrent state before each step, by name; empty if it has none.
+        finals: The last observations of finished episodes.
+        episodes: The finished episodes' returns and lengths.
+        versions: `[N]`, the version of the weights that chose environment i's actions.
+        ages: `[N]`, how many versions behind the newest that was.
+        divergences: `[N]`, the mean KL divergence last measured between that version and the newest; NaN if never.
+        stats: What this rollout cost: seconds, pulls, bytes by kind, the workers' idle share.
+    """
+
+    obs: Any
+    actions: Any
+    rewards: NDArray[np.float64]
+    terminations: NDArray[np.bool_]
+    truncations: NDArray[np.bool_]
+    valid: NDArray[np.bool_]
+    extras: dict[str, NDArray[Any]]
+    next_obs: Any
+    states: dict[str, NDArray[Any]]
+    finals: Finals
+    episodes: Episodes
+    versions: NDArray[np.int64]
+    ages: NDArray[np.int64]
+    divergences: NDArray[np.float64]
+    autoreset_mode: AutoresetMode
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return len(self.rewards)
+
+    @property
+    def num_envs(self) -> int:
+        """N."""
+        return len(self.versions)
+
+    def __getattr__(self, name: str) -> NDArray[Any]:
+        """Return an extra by its name: `rollout.logprob`."""
+        extras = self.__dict__.get("extras", {})
+        if name in extras:
+            found: NDArray[Any] = extras[name]
+            return found
+        raise AttributeError(f"A Rollout has no {name!r}; the policy's extras are: {', '.join(extras) or 'none'}.")
+
+    def transitions(self) -> Transitions:
+        """Return the valid steps as single transitions, with true final observations."""
+        steps, envs = np.nonzero(self.valid)
+
+        def follow(obs: NDArray[Any], last: NDArray[Any], final: NDArray[Any]) -> NDArray[Any]:
+            following = np.concatenate([obs[1:], last[None]])
+            if self.autoreset_mode is AutoresetMode.SAME_STEP:  # Else the final observation is the next row's own.
+                following[self.finals.steps, self.finals.env_indices] = final
+            return following[steps, envs]
+
+        return Transitions(
+            map_tree(lambda part: part[steps, envs], self.obs),
+            map_tree(lambda part: part[steps, envs], self.actions),
+            self.rewards[steps, envs],
+            map_tree(follow, self.obs, self.next_obs, self.finals.obs),
+            self.terminations[steps, envs],
+            self.truncations[steps, envs],
+        )
+
+
+def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
+    """Apply a function to the corresponding arrays of trees that are nested alike."""
+    first = trees[0]
+    if isinstance(first, dict):
+        return {key: map_tree(function, *(tree[key] for tree in trees)) for key in first}
+    if isinstance(first, tuple):
+        return tuple(map_tree(function, *parts) for parts in zip(*trees, strict=True))
+    return function(*trees)

@@ -1,0 +1,74 @@
+"""Start: from factories to workers with environments on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from clusterenv.config import Timeouts, split_shards
+from clusterenv.errors import ConfigError
+from clusterenv.factories import pickle_code
+from clusterenv.head.hub import Hub
+from clusterenv.head.remote import Remote
+from clusterenv.launchers.base import Launcher
+from clusterenv.plan import Plan
+from clusterenv.wire import semaphore
+from clusterenv.wire.layout import Layout
+from clusterenv.wire.zeromq import HeadSocket
+
+TRANSPORTS = ("auto", "shm", "zmq")
+
+
+def check_transport(transport: str) -> None:
+    """Raise ConfigError if there is no such transport here."""
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}.")
+    if transport == "shm" and not semaphore.IS_SUPPORTED:
+        raise ConfigError("transport='shm' needs Linux; use 'auto' or 'zmq' here.")
+
+
+def start_workers(
+    launcher: Launcher,
+    num_envs: int,
+    num_workers: int,
+    transport: str,
+    timeouts: Timeouts,
+    make_plan: Callable[[], Plan],
+) -> tuple[Remote, Plan]:
+    """Launch workers and give each its shard; returns when all environments are made.
+
+    Args:
+        launcher: Starts them.
+        num_envs: Of the whole run.
+        num_workers: Among whom they are shared out.
+        transport: One of `TRANSPORTS`.
+        timeouts: How long to wait.
+        make_plan: Makes the plan. It is called while the workers are coming up, so it may take its time.
+    """
+    shards = split_shards(num_envs, num_workers)
+    socket = HeadSocket()
+    try:
+        fleet = launcher.launch(socket.ticket, num_workers)
+    except BaseException:
+        socket.close()
+        raise
+    hub = Hub(socket, fleet, shards, timeouts)
+    remote: Remote | None = None
+    try:
+        plan = make_plan()
+        code = {
+            start: pickle_code(plan.assignment(start, stop), f"The factory of environments {start} to {stop - 1}")
+            for start, stop in shards
+        }
+        hub.gather_workers()
+        remote = Remote(
+            hub,
+            Layout(plan.sample.single_action_space),
+            Layout(plan.sample.single_observation_space),
+            num_envs,
+            shares_memory=transport != "zmq" and semaphore.IS_SUPPORTED,
+        )
+        remote.assign(lambda start, _: code[start], timeouts.join_s)
+    except BaseException:
+        (remote or hub).close(terminate=True)
+        raise
+    return remote, plan

@@ -1,0 +1,120 @@
+"""Block: the arrays of a rollout, time-major, one column an environment.
+
+Like planes, a block lies in shared memory where head and worker share a machine: each worker writes its own columns in
+place, environments straight into the row that the policy reads next. Elsewhere the columns travel as raw frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clusterenv.errors import ConfigError
+from clusterenv.wire.arrays import ArrayMaker
+from clusterenv.wire.layout import Layout, Leaf
+from clusterenv.wire.messages import ArraySpec
+from clusterenv.wire.values import checked_dtype
+
+
+@dataclass
+class Block:
+    """Arrays `[num_steps, num_envs, ...]`.
+
+    Attributes:
+        observations: One array a leaf, with one step more than the others: the last is what the next action will see.
+        valid: False where no action was taken: in NEXT_STEP mode the step that resets.
+        extras: What the policy returned beside actions, by name.
+        states: The policy's recurrent state before each step, by name.
+    """
+
+    observations: list[NDArray[Any]]
+    actions: list[NDArray[Any]]
+    rewards: NDArray[np.float64]
+    terminations: NDArray[np.bool_]
+    truncations: NDArray[np.bool_]
+    valid: NDArray[np.bool_]
+    extras: dict[str, NDArray[Any]]
+    states: dict[str, NDArray[Any]]
+
+    def columns(self, start: int, stop: int) -> Block:
+        """Return views of some environments' columns."""
+        return Block(
+            [array[:, start:stop] for array in self.observations],
+            [array[:, start:stop] for array in self.actions],
+            self.rewards[:, start:stop],
+            self.terminations[:, start:stop],
+            self.truncations[:, start:stop],
+            self.valid[:, start:stop],
+            {name: array[:, start:stop] for name, array in self.extras.items()},
+            {name: array[:, start:stop] for name, array in self.states.items()},
+        )
+
+    def arrays(self) -> Iterator[NDArray[Any]]:
+        """Yield all arrays in wire order."""
+        yield from self.observations
+        yield from self.actions
+        yield from (self.rewards, self.terminations, self.truncations, self.valid)
+        yield from self.extras.values()
+        yield from self.states.values()
+
+    def copy(self) -> Block:
+        """Return a block of the caller's own."""
+        return Block(
+            [array.copy() for array in self.observations],
+            [array.copy() for array in self.actions],
+            self.rewards.copy(),
+            self.terminations.copy(),
+            self.truncations.copy(),
+            self.valid.copy(),
+            {name: array.copy() for name, array in self.extras.items()},
+            {name: array.copy() for name, array in self.states.items()},
+        )
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """What a run's rollouts look like, whatever their length."""
+
+    actions: Layout
+    observations: Layout
+    extras: tuple[ArraySpec, ...]
+    states: tuple[ArraySpec, ...]
+
+    def make(self, num_steps: int, num_envs: int, make: ArrayMaker) -> Block:
+        """Make a block, each array by `make`."""
+        lead = (num_steps, num_envs)
+        flag = Leaf((), np.dtype(np.bool_))
+        return Block(
+            [make((num_steps + 1, num_envs), leaf) for leaf in self.observations.leaves],
+            [make(lead, leaf) for leaf in self.actions.leaves],
+            make(lead, Leaf((), np.dtype(np.float64))),
+            make(lead, flag),
+            make(lead, flag),
+            make(lead, flag),
+            _make_named(self.extras, lead, make),
+            _make_named(self.states, lead, make),
+        )
+
+
+def check_collectable(actions: Layout, observations: Layout) -> None:
+    """Raise ConfigError if rollouts of these spaces cannot be arrays."""
+    for what, layout in (("action", actions), ("observation", observations)):
+        for leaf in layout.leaves:
+            if leaf.dtype is None:
+                raise ConfigError(
+                    f"The {what}{leaf} has no fixed size (Text, Graph, Sequence, OneOf or a space of your own), so a "
+                    "policy on the workers cannot handle it: choose actions on the head, envs.step(actions)."
+                )
+
+
+def describe(arrays: dict[str, NDArray[Any]]) -> list[ArraySpec]:
+    """Describe a policy's extras or states, each `[num_envs, ...]`."""
+    return [ArraySpec(name, array.dtype.str, array.shape[1:]) for name, array in arrays.items()]
+
+
+def _make_named(specs: Sequence[ArraySpec], lead: tuple[int, ...], make: ArrayMaker) -> dict[str, NDArray[Any]]:
+    return {spec.name: make(lead, Leaf((spec.name,), checked_dtype(spec.dtype), spec.shape)) for spec in specs}

@@ -1,0 +1,146 @@
+"""Answers: from a request to what the shard does, and back to a reply."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterable
+from typing import Any, TypeAlias, assert_never
+
+from numpy.typing import NDArray
+
+from clusterenv.errors import PolicyError
+from clusterenv.policy.sketch import Sketch
+from clusterenv.policy.weights import WeightsSpec
+from clusterenv.wire import values
+from clusterenv.wire.arrays import allocate, carver
+from clusterenv.wire.assignment import Assignment
+from clusterenv.wire.block import Block
+from clusterenv.wire.messages import (
+    Adopt,
+    Adopted,
+    Collect,
+    Collected,
+    Decide,
+    Invoke,
+    Measure,
+    Measured,
+    Offer,
+    Reply,
+    Reset,
+    Returned,
+    SetAttribute,
+    Step,
+    Stepped,
+)
+from clusterenv.wire.planes import Planes
+from clusterenv.wire.shared import open_offer
+from clusterenv.worker.shard import Shard
+
+ShardRequest: TypeAlias = Reset | Step | Invoke | SetAttribute | Adopt | Measure | Collect | Decide
+Answer: TypeAlias = tuple[Reply, Iterable[NDArray[Any]]]
+
+
+class Answers:
+    """Does what the head asks of a shard."""
+
+    def __init__(self, assignment: Assignment, shard: Shard, planes: Planes) -> None:
+        self._assignment = assignment
+        self._shard = shard
+        self._planes = planes
+        self._weights_spec = WeightsSpec(())
+        self._weights_memory: memoryview | None = None
+        self._block: tuple[Offer | None, int, Block] | None = None
+
+    def answer(self, request: ShardRequest, weights: memoryview | None) -> Answer:
+        """Do what is asked.
+
+        Args:
+            request: From the head.
+            weights: The new weights that came with it, if it came over the socket and they did.
+
+        Returns:
+            The reply, and the arrays that go with it where they are not shared.
+        """
+        shard, call = self._shard, request.call
+        match request:
+            case Step():
+                return self._stepped(call, shard.step(_unpickled(request.actions)))
+            case Reset():
+                return self._stepped(call, shard.reset(request.seeds, request.mask, _unpickled(request.options)))
+            case Invoke():
+                args, kwargs = unpickle(request.arguments)
+                return Returned(call, values.dumps(shard.host.call(request.name, args, kwargs))), ()
+            case SetAttribute():
+                shard.host.set_attr(request.name, unpickle(request.values))
+                return Returned(call, values.dumps([])), ()
+            case Adopt():
+                return self._adopt(request, weights), ()
+            case Measure():
+                sketch = Sketch(request.version, request.family, values.loads(request.arrays))
+                return Measured(call, *shard.measure(sketch, request.number)), ()
+            case Decide():
+                self._load(request.version, weights)
+                return self._stepped(call, shard.decide(_unpickled(request.arguments) or {}))
+            case Collect():
+                return self._collect(request, weights)
+            case _:
+                assert_never(request)
+
+    def _stepped(self, call: int, infos: dict[str, Any]) -> Answer:
+        objects = self._shard.host.objects()
+        reply = Stepped(call, values.dumps(infos) if infos else None, values.dumps(objects) if objects else None)
+        return reply, self._planes.results()
+
+    def _adopt(self, request: Adopt, weights: memoryview | None) -> Adopted:
+        policy, self._weights_spec = unpickle(request.code)
+        self._weights_memory = None if request.weights is None else open_offer(request.weights)
+        self._block = None
+        decoded = self._weights_spec.decode(self._newest(weights))
+        spec = self._shard.adopt(
+            policy, request.version, decoded, request.num_probes, _unpickled(request.arguments) or {}
+        )
+        return Adopted(request.call, list(spec.extras), list(spec.states))
+
+    def _load(self, version: int | None, weights: memoryview | None) -> None:
+        if version is not None:
+            self._shard.load(version, self._weights_spec.decode(self._newest(weights)))
+
+    def _newest(self, weights: memoryview | None) -> memoryview:
+        """Return the weights that came with the request, or those in shared memory."""
+        if weights is None and self._weights_memory is not None:
+            return self._weights_memory[: self._weights_spec.size_bytes]
+        if weights is None:
+            raise PolicyError("The head announced new weights, but none came.")
+        return weights
+
+    def _collect(self, request: Collect, weights: memoryview | None) -> Answer:
+        started = time.perf_counter()
+        self._load(request.version, weights)
+        block = self._block_for(request)
+        summary = self._shard.collect(block, request.number, _unpickled(request.arguments) or {})
+        return Collected(request.call, values.dumps(summary), time.perf_counter() - started), block.arrays()
+
+    def _block_for(self, request: Collect) -> Block:
+        """Return this shard's columns of the block, laid out once for rollouts of one length."""
+        spec, num_steps, num_rows = self._shard.block_spec, request.num_steps, len(self._planes.rewards)
+        if spec is None:
+            raise PolicyError("No policy was sent to this worker.")
+        if self._block is None or self._block[:2] != (request.memory, num_steps):
+            memory = None if request.memory is None else open_offer(request.memory)
+            if memory is None:
+                block = spec.make(num_steps, num_rows, allocate)
+            else:
+                start = self._assignment.start
+                block = spec.make(num_steps, self._assignment.num_envs, carver(memory)).columns(start, start + num_rows)
+            self._block = request.memory, num_steps, block
+        return self._block[2]
+
+
+def unpickle(data: bytes) -> Any:
+    """Read code and arguments. Only a worker does this, and only with what its head sent over the encrypted channel."""
+    return pickle.loads(data)  # noqa: S301 - see above
+
+
+def _unpickled(data: bytes | None) -> Any:
+    return None if data is None else unpickle(data)

@@ -1,0 +1,267 @@
+"""Collector: runs a policy beside the environments, and fills rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space, iterate
+from numpy.typing import NDArray
+
+from clusterenv.errors import PolicyError
+from clusterenv.policy.policy import Decision, Policy, State, start_episodes
+from clusterenv.policy.sketch import Measurement, Probes, Sketch, choose_probes, measure, take_probes
+from clusterenv.wire.block import Block, describe
+from clusterenv.wire.layout import Layout
+from clusterenv.wire.messages import ArraySpec
+from clusterenv.wire.planes import Planes
+from clusterenv.worker.episodes import EpisodeLedger
+from clusterenv.worker.host import Host
+from clusterenv.worker.infos import Infos, info_row
+
+
+class Collector:
+    """One policy and the environments it acts in.
+
+    Attributes:
+        version: Of the weights the policy holds; 0 until it was given any.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        host: Host,
+        planes: Planes,
+        spaces: tuple[Space[Any], Space[Any]],
+        mode: AutoresetMode,
+        *,
+        is_at_start: bool,
+    ) -> None:
+        """Put a policy beside a host.
+
+        Args:
+            policy: Acts for all environments of the host.
+            host: The environments.
+            planes: What the host fills.
+            spaces: Of observations and actions, of one environment.
+            mode: How the host resets.
+            is_at_start: Whether the environments were not stepped since their reset.
+        """
+        self._host = host
+        self._planes = planes
+        self._mode = mode
+        self._rows = len(planes.rewards)
+        observation_space, action_space = spaces
+        self._observations, self._actions = Layout(observation_space), Layout(action_space)
+        self._batched_actions = batch_space(action_space, self._rows)
+        self._observation_space = observation_space
+        self._starts = np.ones(self._rows, np.bool_)
+        self._pending = planes.terminations | planes.truncations
+        if mode is AutoresetMode.SAME_STEP:
+            self._pending[:] = False
+        self._ledger = EpisodeLedger(self._rows, is_at_start=is_at_start)
+        self._ledger.restart(self._pending)  # Their next step is a reset: an episode seen from its start.
+        self.replace(policy, num_probes=0)
+
+    def replace(self, policy: Policy, *, num_probes: int) -> None:
+        """Let another policy go on where this one stands; a recurrent one begins without memory.
+
+        Args:
+            policy: The new one.
+            num_probes: How many observations of each rollout to keep for `measure`.
+        """
+        self.version = 0
+        self._policy = policy
+        self._num_probes = num_probes
+        self._probes: Probes | None = None
+        self._state: State | None = policy.initial_state(self._rows)
+        self._before: State | None = None
+
+    def rehearse(self, values: Mapping[str, Any]) -> tuple[list[ArraySpec], list[ArraySpec]]:
+        """Let the policy act once on made-up observations, and describe what it returns beside actions.
+
+        Args:
+            values: Per-call values, as the first call has them.
+
+        Raises:
+            PolicyError: Its actions do not have the form the action space asks for.
+        """
+        self._observation_space.seed(0)
+        samples = [self._observations.flatten(self._observation_space.sample()) for _ in range(self._rows)]
+        batch = self._observations.nest(
+            [
+                np.stack([np.asarray(part, leaf.dtype) for part in column])
+                for leaf, column in zip(self._observations.leaves, zip(*samples, strict=True), strict=True)
+            ]
+        )
+        decision = self._policy.act(batch, self._state, values)
+        self._checked_actions(decision)
+        return describe(decision.extras), describe(decision.state or {})
+
+    def restart(self, mask: NDArray[np.bool_], seed: int | None) -> None:
+        """Note that these environments were reset; a seed starts the policy's random choices anew as well."""
+        self._starts |= mask
+        self._pending &= ~mask
+        self._ledger.restart(mask)
+        self._probes = None
+        if seed is not None:
+            self._policy.seed(seed)
+
+    def load(self, version: int, weights: Mapping[str, NDArray[Any]]) -> None:
+        """Take new weights."""
+        self._policy.load(weights)
+        self.version = version
+
+    def collect(self, block: Block, number: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a rollout.
+
+        Args:
+            block: This shard's columns.
+            number: Of the rollout: with it, head and worker choose the same probes.
+            values: Per-call values for the policy.
+
+        Returns:
+            The finished episodes, and the final observations that are not in the block.
+        """
+        num_steps = len(block.rewards)
+        finals: list[tuple[int, int, list[Any]]] = []
+        for column, plane in zip(block.observations, self._planes.observations, strict=True):
+            column[0] = plane
+        self._ledger.clear()
+        try:
+            for step in range(num_steps):
+                self._host.observe_into([column[step + 1] for column in block.observations])
+                actions = self._decide([column[step] for column in block.observations], block, step, values)
+                infos = self._host.step(actions, skips_finished=True)
+                self._note(block, step, infos, finals)
+        finally:
+            self._host.observe_into(self._planes.observations)
+        for column, plane in zip(block.observations, self._planes.observations, strict=True):
+            plane[...] = column[num_steps]  # type: ignore[index]  # no leaf of objects gets this far
+        self._keep_probes(block, number)
+        return {"episodes": self._ledger.finished(), "finals": _stack_finals(finals, len(self._observations.leaves))}
+
+    def decide(self, values: Mapping[str, Any]) -> Infos:
+        """Choose actions, step once, and return the infos with the decision among them."""
+        observations: list[Any] = list(self._planes.observations)
+        decision = self._act(observations, values)
+        actions = self._checked_actions(decision)
+        infos = self._host.step(self._single(actions))
+        self.account()
+        version = np.full(self._rows, self.version, np.int64)
+        return {**infos, "action": self._actions.nest(actions), **decision.extras, "policy_version": version}
+
+    def measure(self, sketch: Sketch, number: int) -> Measurement:
+        """Compare the policy with a sketch, on the probes of the last rollout or else on the current observations."""
+        if self._probes is None:
+            count = min(self._num_probes, self._rows)
+            indices = choose_probes(1, self._rows, count=count, seed=0, number=number)
+            current = self._observations.nest([plane[None] for plane in self._planes.observations if plane is not None])
+            self._probes = take_probes(indices, current)._replace(state=self._policy.initial_state(count))
+        return measure(self._policy, self._probes, sketch)
+
+    def account(self) -> None:
+        """Count a step that is not part of a rollout."""
+        taken = ~self._pending
+        done = (self._planes.terminations | self._planes.truncations) & taken
+        self._ledger.add(0, self._planes.rewards, taken, done, lambda row: {})
+        self._advance(taken, done)
+        self._probes = None
+
+    def _act(self, observations: list[Any], values: Mapping[str, Any]) -> Decision:
+        if self._state is not None:
+            initial = self._policy.initial_state(self._rows)
+            assert initial is not None
+            self._state = start_episodes(self._state, initial, self._starts)
+        before = self._state
+        decision = self._policy.act(self._observations.nest(observations), before, values)
+        self._state, self._before = decision.state, before
+        return decision
+
+    def _decide(self, observations: list[Any], block: Block, step: int, values: Mapping[str, Any]) -> Any:
+        decision = self._act(observations, values)
+        actions = self._checked_actions(decision)
+        for column, action in zip(block.actions, actions, strict=True):
+            column[step] = action
+        for name, column in block.extras.items():
+            column[step] = decision.extras[name]
+        for name, column in block.states.items():
+            column[step] = self._before[name]  # type: ignore[index]  # a block has states only if the policy has
+        return self._single(actions)
+
+    def _note(self, block: Block, step: int, infos: Infos, finals: list[Any]) -> None:
+        planes = self._planes
+        block.valid[step] = taken = ~self._pending
+        block.rewards[step] = planes.rewards
+        block.terminations[step] = planes.terminations & taken
+        block.truncations[step] = planes.truncations & taken
+        done = block.terminations[step] | block.truncations[step]
+        is_same_step = self._mode is AutoresetMode.SAME_STEP
+        last = infos.get("final_info", {}) if is_same_step else infos
+        self._ledger.add(step, planes.rewards, taken, done, lambda row: info_row(last, row))
+        if is_same_step and done.any():
+            for row in np.flatnonzero(done).tolist():
+                finals.append((step, row, self._observations.flatten(infos["final_obs"][row])))
+        self._advance(taken, done)
+
+    def _advance(self, taken: NDArray[np.bool_], done: NDArray[np.bool_]) -> None:
+        """Note whose observation is now an episode's first, and who will not take the next action."""
+        if self._mode is AutoresetMode.SAME_STEP:
+            self._starts = done
+        elif self._mode is AutoresetMode.NEXT_STEP:
+            self._starts, self._pending = ~taken, done
+        else:
+            self._starts = np.zeros(self._rows, np.bool_)
+            self._pending = self._pending | done
+
+    def _keep_probes(self, block: Block, number: int) -> None:
+        if self._num_probes:
+            num_steps = len(block.rewards)
+            indices = choose_probes(
+                num_steps, self._rows, count=self._num_probes, seed=0, number=number, valid=block.valid
+            )
+            observations = self._observations.nest([column[:num_steps] for column in block.observations])
+            self._probes = take_probes(indices, observations, block.states or None)
+
+    def _checked_actions(self, decision: Decision) -> list[NDArray[Any]]:
+        """Return one array a leaf, in exactly the action space's dtype and shape."""
+        try:
+            parts = self._actions.flatten(decision.action)
+        except (KeyError, IndexError, TypeError) as error:
+            raise PolicyError(f"The policy's actions are not nested as the action space is: {error}.") from error
+        checked = []
+        for leaf, part in zip(self._actions.leaves, parts, strict=True):
+            array = np.asarray(part)
+            wanted = (self._rows, *leaf.shape)
+            assert leaf.dtype is not None, "checked by the head: check_collectable"
+            if array.shape != wanted or not _fits(array, leaf.dtype):
+                raise PolicyError(
+                    f"The policy's action{leaf} must have shape {wanted} and a dtype that fits {leaf.dtype}, "
+                    f"got shape {array.shape} of {array.dtype}. The action space is {self._batched_actions}."
+                )
+            checked.append(array if array.dtype == leaf.dtype else array.astype(leaf.dtype))
+        return checked
+
+    def _single(self, actions: list[NDArray[Any]]) -> Any:
+        if self._actions.is_single:
+            return actions[0]
+        return iterate(self._batched_actions, self._actions.nest(actions))
+
+
+def _fits(array: NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    """Tell whether actions can be cast without loss of meaning; a Bernoulli sample of 0.0 and 1.0 is fine for ints."""
+    return np.can_cast(array.dtype, dtype, "same_kind") or bool((array.astype(dtype) == array).all())
+
+
+def _stack_finals(finals: list[tuple[int, int, list[Any]]], num_leaves: int) -> dict[str, Any]:
+    leaves = (
+        [np.stack([np.asarray(final[2][leaf]) for final in finals]) for leaf in range(num_leaves)] if finals else []
+    )
+    return {
+        "step": np.array([final[0] for final in finals], np.int64),
+        "row": np.array([final[1] for final in finals], np.int64),
+        "leaves": leaves,
+    }

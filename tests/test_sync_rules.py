@@ -1,0 +1,197 @@
+"""When workers pull: every rule's decisions, and the trap that must not close."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clusterenv.errors import ConfigError
+from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync, Reason, SyncRule, Verdict
+
+RULES: list[SyncRule] = [AdaptiveSync(), EveryUpdate(), PeriodicSync(3), NeverSync()]
+every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+
+
+def judge_all(rule: SyncRule, divergences: list[float]) -> list[Verdict]:
+    """Hold version 1 while versions 2, 3, ... are measured, until a pull."""
+    tracker = rule.start()
+    verdicts: list[Verdict] = []
+    for newest, divergence in enumerate(divergences, start=2):
+        verdicts.append(tracker.judge(1, newest, divergence))
+        if verdicts[-1].pulls:
+            break
+    return verdicts
+
+
+def count_pulls(rule: SyncRule, divergence_at_lag: list[float], updates: int) -> list[Reason]:
+    """Simulate one worker whose divergence depends only on its lag; the last entry holds for ever."""
+    tracker, own, pulls = rule.start(), 1, []
+    for newest in range(2, updates + 2):
+        lag = newest - own
+        divergence = divergence_at_lag[min(lag, len(divergence_at_lag)) - 1]
+        verdict = tracker.judge(own, newest, divergence)
+        if verdict.pulls:
+            own = newest
+            pulls.append(verdict.reason)
+    return pulls
+
+
+@every_rule
+def test_a_worker_without_weights_pulls_whatever_the_rule(rule: SyncRule) -> None:
+    assert rule.start().judge(0, 5) == Verdict(True, Reason.FIRST)
+
+
+@every_rule
+def test_a_worker_with_the_newest_weights_does_not_pull(rule: SyncRule) -> None:
+    assert rule.start().judge(5, 5, 9.0) == Verdict(False, Reason.CURRENT)
+    assert rule.start().judge(0, 0) == Verdict(False, Reason.CURRENT)
+
+
+def test_only_the_adaptive_rule_needs_sketches() -> None:
+    assert [rule.needs_sketch for rule in RULES] == [True, False, False, False]
+
+
+def test_trackers_of_one_rule_share_nothing() -> None:
+    rule = AdaptiveSync()
+    one, two = rule.start(), rule.start()
+    one.judge(1, 2, 0.02)
+    assert one.judge(1, 3, 0.02).reason is Reason.PLATEAU
+    assert two.judge(1, 3, 0.02).reason is Reason.BELOW
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [(EveryUpdate(), 12), (PeriodicSync(1), 12), (PeriodicSync(5), 2), (NeverSync(), 0)]
+)
+def test_fixed_rules_pull_by_lag_alone(rule: SyncRule, expected: int) -> None:
+    assert len(count_pulls(rule, [99.0], updates=12)) == expected
+
+
+def test_a_divergence_over_the_threshold_pulls_and_one_at_it_does_not() -> None:
+    assert AdaptiveSync(threshold=0.05).start().judge(1, 2, 0.05) == Verdict(False, Reason.BELOW)
+    assert AdaptiveSync(threshold=0.05).start().judge(1, 2, 0.0501) == Verdict(True, Reason.DIVERGED)
+
+
+@pytest.mark.parametrize("divergence", [math.inf, math.nan])
+def test_an_infinite_or_meaningless_divergence_pulls(divergence: float) -> None:
+    assert AdaptiveSync().start().judge(1, 2, divergence) == Verdict(True, Reason.DIVERGED)
+
+
+def test_a_divergence_that_cannot_be_measured_pulls_and_says_so() -> None:
+    verdict = AdaptiveSync().start().judge(1, 2, None)
+    assert verdict == Verdict(True, Reason.UNMEASURED)
+    assert verdict.advice is not None
+    assert "distribution" in verdict.advice
+
+
+@pytest.mark.parametrize("power", [1.0, 1.5, 2.0])
+def test_steady_or_accelerating_growth_is_no_plateau(power: float) -> None:
+    """A policy that drifts at random has a divergence linear in time, one that moves straight ahead a quadratic one."""
+    verdicts = judge_all(AdaptiveSync(max_lag=100), [0.001 * lag**power for lag in range(1, 100)])
+    assert verdicts[-1].reason is Reason.DIVERGED
+
+
+def test_the_trap_of_a_clipping_learner_does_not_close() -> None:
+    """Measured with plain PPO and workers that never pull: the divergence rises, then stays where the clip holds it."""
+    trap = [0.0037, 0.0068, 0.0074, 0.0111, 0.0143, 0.0133, 0.0136, 0.0158, 0.0172, 0.0156, 0.0165, 0.0174]
+    naive = AdaptiveSync(plateau=None, max_lag=10**6)
+    assert count_pulls(naive, trap, updates=25) == []
+    pulls = count_pulls(AdaptiveSync(), trap, updates=25)
+    assert len(pulls) >= 6
+    assert set(pulls) == {Reason.PLATEAU}
+
+
+def test_a_learner_that_is_not_held_back_pays_nothing_for_the_protection() -> None:
+    """Measured with decoupled PPO."""
+    free = [0.0028, 0.0079, 0.0165, 0.0265, 0.0382, 0.0645]
+    assert count_pulls(AdaptiveSync(), free, updates=24) == [Reason.DIVERGED] * 4
+
+
+def test_a_converged_learner_costs_a_pull_only_when_the_lag_bound_is_reached() -> None:
+    still = [0.0004, 0.0006, 0.0003, 0.0005, 0.0004]
+    assert count_pulls(AdaptiveSync(max_lag=20), still, updates=60) == [Reason.LAG] * 3
+
+
+def test_a_shrinking_divergence_is_a_plateau() -> None:
+    assert judge_all(AdaptiveSync(plateau=0.0), [0.03, 0.031, 0.02])[-1] == Verdict(True, Reason.PLATEAU)
+
+
+def test_the_first_version_after_a_pull_is_never_a_plateau() -> None:
+    tracker = AdaptiveSync(plateau=0.9).start()
+    for own, newest in [(1, 2), (2, 3), (3, 4), (7, 9)]:
+        assert tracker.judge(own, newest, 0.02).reason is Reason.BELOW
+
+
+def test_growth_is_counted_per_version_when_versions_are_skipped() -> None:
+    tracker = AdaptiveSync(plateau=0.5).start()
+    tracker.judge(1, 2, 0.01)
+    # Three versions later, at a third of the pace per version: a plateau although it grew as much in total.
+    assert tracker.judge(1, 5, 0.02).reason is Reason.PLATEAU
+    tracker = AdaptiveSync(plateau=0.5).start()
+    tracker.judge(1, 3, 0.01)
+    assert tracker.judge(1, 4, 0.015).reason is Reason.BELOW
+
+
+def test_measuring_one_version_twice_says_nothing_about_growth() -> None:
+    tracker = AdaptiveSync().start()
+    tracker.judge(1, 2, 0.01)
+    assert tracker.judge(1, 2, 0.01).reason is Reason.BELOW
+    assert tracker.judge(1, 2, 0.06).reason is Reason.DIVERGED
+    assert tracker.judge(1, 3, 0.02).reason is Reason.BELOW
+
+
+def test_a_pull_that_is_still_on_its_way_is_asked_for_again_or_not_but_never_forgotten() -> None:
+    tracker = AdaptiveSync().start()
+    assert tracker.judge(1, 2, 0.2).pulls
+    assert tracker.judge(1, 3, 0.3).pulls
+    assert not tracker.judge(3, 4, 0.01).pulls
+
+
+def test_lag_is_bounded_and_the_remedy_named() -> None:
+    verdicts = judge_all(AdaptiveSync(max_lag=4), [0.001, 0.002, 0.003, 0.004, 0.005])
+    assert [verdict.reason for verdict in verdicts] == [Reason.BELOW] * 3 + [Reason.LAG]
+    for reason in (Reason.LAG, Reason.PLATEAU):
+        advice = Verdict(True, reason).advice
+        assert advice is not None
+        assert "decoupled" in advice
+    assert Verdict(True, Reason.DIVERGED).advice is None
+
+
+@given(st.lists(st.floats(0, 0.1), min_size=1, max_size=60), st.integers(1, 30), st.floats(0, 0.99))
+@settings(max_examples=150, deadline=None)
+def test_no_worker_is_ever_more_than_the_lag_bound_behind_or_over_the_threshold(
+    divergences: list[float], max_lag: int, plateau: float
+) -> None:
+    rule = AdaptiveSync(threshold=0.05, max_lag=max_lag, plateau=plateau)
+    tracker, own = rule.start(), 1
+    for newest, divergence in enumerate(divergences, start=2):
+        if tracker.judge(own, newest, divergence).pulls:
+            own = newest
+        else:
+            assert newest - own < max_lag
+            assert divergence <= 0.05
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"threshold": 0.0},
+        {"threshold": -1.0},
+        {"threshold": math.nan},
+        {"threshold": math.inf},
+        {"max_lag": 0},
+        {"plateau": -0.1},
+        {"plateau": 1.0},
+        {"plateau": math.nan},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(arguments: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        AdaptiveSync(**arguments)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_a_period_is_at_least_one_version() -> None:
+    with pytest.raises(ConfigError, match="k"):
+        PeriodicSync(0)

@@ -1,0 +1,208 @@
+"""Torch modules whose user says, in a word or in three lines, how they choose actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clusterenv.adapters import as_policy
+from clusterenv.errors import ConfigError, PolicyError
+from clusterenv.policy.continuous import Deterministic, DiagonalGaussian, SquashedGaussian
+from clusterenv.policy.discrete import Bernoulli, Categorical, MultiCategorical, QValues
+from clusterenv.policy.distribution import Distribution
+from clusterenv.policy.policy import Tree
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402  # after importorskip
+
+from clusterenv.adapters.torch import TorchPolicy  # noqa: E402
+from tests.torch_agents import (  # noqa: E402
+    Actor,
+    Agent,
+    Normal,
+    Obs,
+    QNetwork,
+    SacActor,
+    TorchBernoulli,
+    TorchCategorical,
+    is_fast,
+    mlp,
+    on_worker,
+)
+
+
+@pytest.fixture
+def obs() -> Obs:
+    return np.random.default_rng(2).standard_normal((64, 4)).astype(np.float32)
+
+
+def test_a_q_network_is_greedy_but_for_epsilon(obs: Obs) -> None:
+    agent = QNetwork()
+    worker = on_worker(as_policy(agent))
+    with torch.no_grad():
+        best = agent(torch.from_numpy(obs)).argmax(1).numpy()
+    np.testing.assert_array_equal(worker.act(obs).action, best)
+    assert is_fast(worker)
+    assert isinstance(worker.distribution(obs), QValues)
+    many = np.repeat(obs, 200, axis=0)
+    explored = np.mean(np.asarray(worker.act(many, call={"epsilon": 0.3}).action) != np.repeat(best, 200))
+    np.testing.assert_allclose(explored, 0.2, atol=0.015)
+
+
+def test_a_deterministic_actor_adds_noise_only_when_asked(obs: Obs) -> None:
+    agent = Actor()
+    worker = on_worker(as_policy(agent))
+    with torch.no_grad():
+        expected = agent(torch.from_numpy(obs)).numpy()
+    decision = worker.act(obs)
+    np.testing.assert_allclose(np.asarray(decision.action), expected, rtol=1e-5)
+    assert decision.extras == {}
+    noisy = np.asarray(worker.act(obs, call={"noise": 10.0}).action)
+    assert (np.abs(noisy - [0.0, 1.0]) <= [2.0, 0.5]).all()
+    distribution = worker.distribution(obs)
+    assert isinstance(distribution, Deterministic)
+    np.testing.assert_array_equal(distribution.scale, [2.0, 0.5])
+
+
+def test_a_sac_actor_is_sampled_as_it_samples_itself(obs: Obs) -> None:
+    torch.manual_seed(0)
+    agent = SacActor()
+    worker = on_worker(as_policy(agent))
+    distribution = worker.distribution(obs)
+    assert isinstance(distribution, SquashedGaussian)
+    with torch.no_grad():
+        action, logprob, _ = agent.get_action(torch.from_numpy(obs))
+    inside = (np.abs((action.numpy() - [0.0, 1.0]) / [2.0, 0.5]) < 0.99).all(axis=1)
+    assert inside.sum() > 5
+    ours = distribution.log_prob(action.numpy())
+    np.testing.assert_allclose(ours[inside], logprob[:, 0].numpy()[inside], rtol=1e-2, atol=1e-2)
+    decision = worker.act(obs)
+    assert decision.extras["logprob"].shape == (64,)
+    assert (np.abs(np.asarray(decision.action) - [0.0, 1.0]) <= [2.0, 0.5]).all()
+
+
+def test_a_module_that_returns_logits_needs_one_word(obs: Obs) -> None:
+    network = mlp(4, 3)
+    with pytest.raises(PolicyError, match=r"TorchPolicy\(agent, output="):
+        as_policy(network)
+    worker = on_worker(TorchPolicy(network, output="logits"))
+    decision = worker.act(obs)
+    with torch.no_grad():
+        expected = torch.log_softmax(network(torch.from_numpy(obs)), -1).numpy()
+    np.testing.assert_allclose(
+        decision.extras["logprob"], expected[np.arange(64), np.asarray(decision.action)], rtol=1e-4, atol=1e-5
+    )
+    assert is_fast(worker)
+    with pytest.raises(ConfigError, match="logits"):
+        TorchPolicy(network, output="logit")  # type: ignore[arg-type]  # that is the point
+
+
+def test_logits_may_come_with_a_value(obs: Obs) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.pi, self.v = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+
+        def forward(self, x: Any) -> Any:
+            x = torch.tanh(self.body(x))
+            return self.pi(x), self.v(x)
+
+    agent = Both()
+    decision = on_worker(TorchPolicy(agent, output="logits")).act(obs)
+    with torch.no_grad():
+        np.testing.assert_allclose(decision.extras["value"], agent(torch.from_numpy(obs))[1][:, 0], rtol=1e-5)
+
+
+def test_three_lines_describe_any_other_agent() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.eye, self.pi, self.v = nn.Linear(6, 8), nn.Linear(8, 2), nn.Linear(8, 1)
+
+        def look(self, obs: Any) -> Any:
+            return torch.relu(self.eye(torch.cat([obs["left"], obs["right"]], dim=1)))
+
+    agent = Odd()
+    policy = TorchPolicy(
+        agent,
+        distribution=lambda agent, obs: TorchCategorical(logits=agent.pi(agent.look(obs))),
+        value=lambda agent, obs: agent.v(agent.look(obs)),
+    )
+    obs: Tree = {"left": np.ones((5, 3), np.float64), "right": np.zeros((5, 3), np.uint8)}
+    decision = on_worker(policy).act(obs)
+    assert decision.extras.keys() == {"logprob", "value"}
+    assert decision.extras["value"].shape == (5,)
+
+
+def test_act_may_return_anything_by_name_and_read_state_and_call() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.tensor(2.0))
+
+    def act(agent: Agent, obs: Any, state: Any, bonus: float = 0.0) -> dict[str, Any]:
+        count = state["count"] + 1
+        return {"action": obs * agent.gain + bonus, "seen": count[:, 0], "state": {"count": count}}
+
+    policy = TorchPolicy(Counter(), act=act, initial_state=lambda n: {"count": torch.zeros(n, 1)})
+    worker = on_worker(policy)
+    state = worker.initial_state(2)
+    obs = np.ones((2, 1), np.float32)
+    first = worker.act(obs, state)
+    second = worker.act(obs, first.state, {"bonus": 0.5})
+    np.testing.assert_array_equal(second.action, [[2.5], [2.5]])
+    np.testing.assert_array_equal(second.extras["seen"], [2, 2])
+    assert worker.distribution(obs, state) is None
+    with pytest.raises(ConfigError, match="act"):
+        TorchPolicy(Counter(), value=lambda _agent, obs: obs)
+
+
+@pytest.mark.parametrize(
+    ("make_distribution", "family"),
+    [
+        (lambda rows: TorchCategorical(logits=rows), Categorical),
+        (lambda rows: [TorchCategorical(logits=rows[:, :2]), TorchCategorical(logits=rows[:, 2:])], MultiCategorical),
+        (lambda rows: TorchBernoulli(logits=rows), Bernoulli),
+        (lambda rows: Normal(rows, 1.0 + rows**2), DiagonalGaussian),
+        (lambda rows: torch.distributions.Independent(Normal(rows, 1.0 + rows**2), 1), DiagonalGaussian),
+        (
+            lambda rows: torch.distributions.TransformedDistribution(
+                Normal(rows, 1.0 + rows**2),
+                [torch.distributions.TanhTransform(), torch.distributions.AffineTransform(1.0, 2.0)],
+            ),
+            SquashedGaussian,
+        ),
+    ],
+)
+def test_torch_distributions_become_ours(
+    make_distribution: Callable[[Any], Any], family: type[Distribution], obs: Obs
+) -> None:
+    torch.manual_seed(0)
+    policy = TorchPolicy(nn.Linear(4, 4), distribution=lambda agent, obs: make_distribution(agent(obs)))
+    policy.seed(0)
+    decision = policy.act(obs)
+    ours = policy.distribution(obs)
+    assert type(ours) is family
+    with torch.no_grad():
+        theirs = make_distribution(policy.module(torch.from_numpy(obs)))
+        action = torch.from_numpy(np.asarray(decision.action))
+        if isinstance(theirs, list):
+            logprob = sum(part.log_prob(action[:, i]) for i, part in enumerate(theirs))
+        else:
+            logprob = theirs.log_prob(action.float())
+    expected = logprob.numpy() if logprob.ndim == 1 else logprob.numpy().sum(axis=1)
+    # Where tanh is nearly 1 it has no digits left for torch to invert.
+    distance = np.abs(np.asarray(decision.action).reshape(len(obs), -1) - 1.0).max(axis=1)
+    inside = (distance < 1.99) | (family is not SquashedGaussian)
+    assert inside.sum() > 5
+    np.testing.assert_allclose(decision.extras["logprob"][inside], expected[inside], rtol=1e-3, atol=1e-3)
+
+
+def test_a_distribution_nobody_can_compare_is_refused_with_a_way_out(obs: Obs) -> None:
+    policy = TorchPolicy(nn.Linear(4, 4), distribution=lambda agent, obs: torch.distributions.Laplace(agent(obs), 1.0))
+    with pytest.raises(PolicyError, match="Custom"):
+        policy.act(obs)
