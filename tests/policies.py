@@ -86,6 +86,13 @@ class StepCounter(BasePolicy):
         return {"count": np.zeros((num_envs, 1), np.int64)}
 
 
+class Forgetful(Linear):
+    """A recurrent policy that forgets to return its state."""
+
+    def initial_state(self, num_envs: int) -> dict[str, NDArray[np.int64]]:
+        return {"count": np.zeros((num_envs, 1), np.int64)}
+
+
 class Calendar(gym.Env[NDArray[np.int64], np.int64]):
     """Observes (its index, the episode's number, the step's number); episodes are 1 to 4 steps long."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from copy import deepcopy
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from clusterenv import AdaptiveSync, ClusterEnv, EveryUpdate, NeverSync, PeriodicSync, Rollout
-from clusterenv.errors import PolicyError
+from clusterenv.errors import PolicyError, WorkerFailed
 from tests.agents import Agent
 from tests.conftest import Backend
-from tests.policies import Linear, Table
+from tests.policies import Forgetful, Linear, Table
 
 
 def assert_equal_rollouts(left: Rollout, right: Rollout) -> None:
@@ -192,6 +193,64 @@ def test_a_torch_agent_acts_and_learns_on_workers(backend: Backend) -> None:
                 for parameter in agent.actor.parameters():
                     assert parameter.grad is not None
                     parameter.sub_(parameter.grad)
+
+
+def test_after_weights_that_could_not_be_sent_the_next_rollout_is_labelled_truly(backend: Backend) -> None:
+    agent = Linear()
+    good = agent.critic
+    with ClusterEnv("CartPole-v1", 2, sync=EveryUpdate(), **backend) as envs:
+        envs.rollout(agent, 2)
+        agent.critic = np.zeros(5, np.float32)
+        with pytest.raises(PolicyError):
+            envs.rollout(agent, 2)
+        agent.critic = good
+        agent.nudge()
+        rollout = envs.rollout(agent, 4)
+        np.testing.assert_allclose(rollout.logprob, agent.evaluate(rollout.obs, rollout.actions)[0], atol=1e-5)
+        assert (rollout.ages == 0).all()
+
+
+def test_after_an_agent_that_fails_on_one_worker_the_old_one_acts_everywhere(remote: Backend) -> None:
+    def picky(obs: Any) -> Any:
+        if len(obs) == 1:
+            raise ValueError("not for one environment alone")
+        return np.ones(len(obs), np.int64)
+
+    def zeros(obs: Any) -> Any:
+        return np.zeros(len(obs), np.int64)
+
+    with ClusterEnv("CartPole-v1", 3, **remote) as envs:
+        envs.rollout(zeros, 2)
+        with pytest.raises(WorkerFailed, match="not for one environment alone"):
+            envs.rollout(picky, 2)
+        assert (envs.rollout(zeros, 2).actions == 0).all()
+
+
+def test_changing_agents_leaks_no_memory_or_descriptors(backend: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 2, **backend) as envs:
+        agents = Linear(1), Linear(2)
+        for agent in agents:
+            envs.rollout(agent, 2)
+        before = len(os.listdir("/proc/self/fd"))
+        for agent in agents * 3:
+            envs.rollout(agent, 2)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_recurrent_policy_that_returns_no_state_is_refused(backend: Backend) -> None:
+    with (
+        ClusterEnv("CartPole-v1", 2, **backend) as envs,
+        pytest.raises((PolicyError, WorkerFailed), match=r"act\(\) must return Decision"),
+    ):
+        envs.rollout(Forgetful(), 2)
+
+
+def test_divergence_is_unknown_where_it_was_not_measured() -> None:
+    agent = Linear()
+    with ClusterEnv("CartPole-v1", 2, num_workers=0, sync=PeriodicSync(5)) as envs:
+        assert (envs.rollout(agent, 2).divergences == 0).all()
+        agent.nudge()
+        assert np.isnan(envs.rollout(agent, 2).divergences).all()
 
 
 def test_another_agent_may_take_over_at_any_time(backend: Backend) -> None:

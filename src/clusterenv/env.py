@@ -202,8 +202,9 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     def step_async(self, actions: Any, **values: Any) -> None:
         """Start a step; `step_wait` brings its results."""
-        self._check_idle("step_async")
-        if is_batch(actions):
+        if self._pending is not None or self.closed:
+            self._check_idle("step_async")
+        if type(actions) is np.ndarray or is_batch(actions):
             if values:
                 raise TypeError(f"Per-call values ({', '.join(values)}) go with an agent, not with actions.")
             self._backend.step(self._actions.place(actions))
@@ -300,8 +301,7 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 f"Got `{len(values)}` values for {self.num_envs} environments."
             )
         self._backend.set_attr(name, values)
-        self._pending = "set_attr"
-        self._finish("set_attr", None)
+        self._backend.finish()
 
     def render(self) -> tuple[Any, ...]:
         """Return what every environment renders."""
@@ -361,8 +361,8 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
 
     def _finish(self, name: str, timeout: float | None) -> Outcome:
-        self._check_open()
-        if self._pending != name:
+        if self.closed or self._pending != name:
+            self._check_open()
             raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
         try:
             outcome = self._backend.finish(timeout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from clusterenv.config import Timeouts, split_shards
-from clusterenv.errors import ConfigError
+from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.factories import pickle_code
 from clusterenv.head.hub import Hub
 from clusterenv.head.remote import Remote
@@ -68,6 +68,11 @@ def start_workers(
             shares_memory=transport != "zmq" and semaphore.IS_SUPPORTED,
         )
         remote.assign(lambda start, _: code[start], timeouts.join_s)
+        if transport == "shm" and not hub.all_share_memory:
+            raise LaunchError(
+                "transport='shm', but a worker cannot reach the head's shared memory: it runs on another machine, in "
+                "another container or as another user. transport='auto' uses ZeroMQ for such workers."
+            )
     except BaseException:
         (remote or hub).close(terminate=True)
         raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -69,8 +70,9 @@ class Conductor:
     def start_step(self, policy: Policy, arguments: Mapping[str, Any]) -> None:
         """Start a step in which the policy chooses the actions."""
         check_collectable(*self._layouts)
-        pulls = self._publisher.prepare(policy, arguments)
-        self._backend.decide(self._publisher.version, pulls, arguments)
+        with self._distrust_after_failure():
+            pulls = self._publisher.prepare(policy, arguments)
+            self._backend.decide(self._publisher.version, pulls, arguments)
 
     def note_step(self) -> None:
         """Count a step, by whomever its actions were chosen: the newest observations are now the planes'."""
@@ -85,11 +87,14 @@ class Conductor:
         """Collect a rollout."""
         check_collectable(*self._layouts)
         before = self.ledger.snapshot()
-        pulls = self._publisher.prepare(policy, arguments)
-        self._publisher.number += 1
-        started = time.perf_counter()
-        collection = self._backend.collect(num_steps, self._publisher.number, self._publisher.version, pulls, arguments)
-        seconds = time.perf_counter() - started
+        with self._distrust_after_failure():
+            pulls = self._publisher.prepare(policy, arguments)
+            self._publisher.number += 1
+            started = time.perf_counter()
+            collection = self._backend.collect(
+                num_steps, self._publisher.number, self._publisher.version, pulls, arguments
+            )
+            seconds = time.perf_counter() - started
         self._publisher.remember(collection.block)
         self.ledger.note_rollout(num_steps * self._num_envs, collection, seconds)
         if self._copies:
@@ -103,6 +108,14 @@ class Conductor:
             provenance,
             self._cost(before, collection, seconds),
         )
+
+    @contextlib.contextmanager
+    def _distrust_after_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._publisher.forget_policy()
+            raise
 
     def _cost(self, before: Mapping[str, float], collection: Collection, seconds: float) -> dict[str, Any]:
         after = self.ledger.snapshot()

@@ -18,8 +18,8 @@ from clusterenv.head.roster import Member, Roster
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
-from clusterenv.wire.messages import PROTOCOL, Failed, Join, Refused, Reply, Request, Stop
-from clusterenv.wire.shared import HeadDesk
+from clusterenv.wire.messages import PROTOCOL, Failed, Join, Refused, Reply, Request, Stepped, Stop
+from clusterenv.wire.shared import Bell, HeadDesk
 from clusterenv.wire.zeromq import HeadSocket
 
 log = logging.getLogger(__name__)
@@ -37,24 +37,26 @@ class Hub:
     """Talks to the workers of one run. One call is under way at a time.
 
     Attributes:
+        members: The workers, in the order of their environments.
+        bell: Rings when the last worker that shares memory has answered.
         landing: Says into which arrays the frames that come with a reply belong.
     """
 
     def __init__(self, socket: HeadSocket, fleet: Fleet, shards: list[tuple[int, int]], timeouts: Timeouts) -> None:
+        self.bell: Bell | None = None
         self.landing: Landing = lambda member, reply: ()
         self._socket = socket
         self._fleet = fleet
         self._roster = Roster(shards)
+        self.members = self._roster.members
         self._timeouts = timeouts
         self._desks: list[HeadDesk | None] = [None] * len(shards)
         self._replies: list[Reply | None] = [None] * len(shards)
         self._call = 0
+        self._num_desks = 0
+        self._is_plain = False
+        self._is_open = False
         self._owner_pid = os.getpid()
-
-    @property
-    def members(self) -> list[Member]:
-        """The workers, in the order of their environments."""
-        return self._roster.members
 
     def shares_memory(self, member: Member) -> bool:
         """Whether this worker and the head see the same arrays."""
@@ -102,43 +104,53 @@ class Hub:
             members: To whom; by default to all.
             arrays: What a worker that does not share memory gets with it.
         """
+        if self._is_open:
+            self._finish_abandoned()
         members = self.members if members is None else members
         frames = [messages.encode(make(self._call + 1, member)) for member in members]
-        self._call += 1
-        self._roster.owe(self._call, members)
+        self._open_call(members)
         for member, frame in zip(members, frames, strict=True):
             self._send(member, frame, arrays(member))
 
     def broadcast(self, make: Callable[[int], Request], arrays: Callable[[Member], Sequence[Any]] = _no_arrays) -> None:
         """Start a call with the same request for every worker, encoded once."""
-        self._call += 1
-        frame = messages.encode(make(self._call))
-        self._roster.owe(self._call, self.members)
+        if self._is_open:
+            self._finish_abandoned()
+        frame = messages.encode(make(self._call + 1))
+        self._open_call(self.members)
         for member in self.members:
             self._send(member, frame, arrays(member))
 
+    @property
+    def all_share_memory(self) -> bool:
+        """Whether every worker and the head see the same arrays."""
+        return None not in self._desks
+
+    def start_plain_step(self) -> None:
+        """Start a step with the actions in the planes, where all workers share memory.
+
+        This is the hot path, and everything that can be left out is: who owes what is noted only if somebody fails.
+        """
+        if self._is_open:
+            self._finish_abandoned()
+        self._call = call = self._call + 1
+        self._is_plain = self._is_open = True
+        assert self.bell is not None, "there is one where there are desks"
+        self.bell.expect(len(self._desks))
+        for desk in self._desks:
+            desk.post_plain(call)  # type: ignore[union-attr]  # all have one
+
     def collect(self, timeout_s: float | None = None) -> list[tuple[Member, Reply]]:
         """Wait until every worker that owes an answer has given it.
+
+        Plain answers to a plain step are left out.
 
         Raises:
             CallTimeout: One has not answered in time; `collect` may be called again.
             WorkerLost: One has died.
             WorkerFailed: An environment or policy raised.
         """
-        timeout_s = self._timeouts.call_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
-        for member, desk in zip(self.members, self._desks, strict=True):
-            while member.owes is not None:
-                if desk is not None and desk.wait(_SLICE_S):
-                    self._take(member, desk, deadline)
-                elif desk is None:
-                    self._pump(min(_SLICE_S, max(0.0, deadline - time.monotonic())))
-                if member.owes is not None:
-                    self._check_missing(deadline, timeout_s)
-        answers = [
-            (member, reply) for member, reply in zip(self.members, self._replies, strict=True) if reply is not None
-        ]
-        self._replies = [None] * len(self.members)
+        answers = self._await_answers(self._timeouts.call_s if timeout_s is None else timeout_s)
         for member, reply in answers:
             if isinstance(reply, Failed):
                 self._raise_failure(member, reply)
@@ -156,25 +168,86 @@ class Hub:
         self._fleet.stop(0.0 if terminate else self._timeouts.close_s if timeout_s is None else timeout_s)
         self._socket.close()
 
+    def _await_answers(self, timeout_s: float) -> list[tuple[Member, Reply]]:
+        if self._is_plain and self._collect_plain(timeout_s):
+            self._is_open = False
+            return []
+        deadline = time.monotonic() + timeout_s
+        while self._num_desks:
+            self._collect_desks(deadline, timeout_s)
+        while self._roster.debtors():
+            self._pump(min(_SLICE_S, max(0.0, deadline - time.monotonic())))
+            if self._roster.debtors():
+                self._check_missing(deadline, timeout_s)
+        pairs = zip(self.members, self._replies, strict=True)
+        answers = [(member, reply) for member, reply in pairs if reply is not None]
+        self._replies = [None] * len(self.members)
+        self._is_open = False
+        return answers
+
+    def _finish_abandoned(self) -> None:
+        """Wait for the answers to a call that nobody waits for any more, after Ctrl-C or a timeout, and drop them."""
+        log.warning("waiting for call %d, which was interrupted, before the next one", self._call)
+        self._await_answers(self._timeouts.call_s)
+
+    def _open_call(self, members: Sequence[Member]) -> None:
+        """Number a call and note who owes its answer."""
+        self._is_open = True
+        self._call += 1
+        self._roster.owe(self._call, members)
+        self._num_desks = sum([self._desks[member.index] is not None for member in members])
+        if self._num_desks:
+            assert self.bell is not None, "there is one where there are desks"
+            self.bell.expect(self._num_desks)
+
+    def _collect_plain(self, timeout_s: float) -> bool:
+        """Wait for plain answers to a plain step; False if not all are there and plain: then it is an ordinary call."""
+        assert self.bell is not None, "there is one where there are desks"
+        has_rung = self.bell.wait(min(_SLICE_S, timeout_s))
+        self._is_plain = False
+        if has_rung:
+            for desk in self._desks:
+                if not desk.is_plain(self._call):  # type: ignore[union-attr]  # all have one
+                    break
+            else:
+                return True
+        self._roster.owe(self._call, self.members)
+        self._num_desks = 0 if has_rung else len(self._desks)
+        if has_rung:
+            self._take_all()
+        return False
+
+    def _collect_desks(self, deadline: float, timeout_s: float) -> None:
+        """Wait for the workers that share memory, and take the answers once all are there."""
+        assert self.bell is not None, "there is one where there are desks"
+        if not self.bell.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
+            self._check_missing(deadline, timeout_s)
+            return
+        self._num_desks = 0
+        self._take_all()
+
+    def _take_all(self) -> None:
+        for member, desk in zip(self.members, self._desks, strict=True):
+            if desk is not None and member.owes is not None:
+                self._take(member, desk)
+
     def _send(self, member: Member, frame: bytes, arrays: Sequence[Any]) -> None:
         desk = self._desks[member.index]
         if desk is not None:
-            if desk.post(frame):
+            if desk.post(frame, self._call):
                 return
             arrays = ()
         assert member.peer is not None, "all workers have joined"
         # If it is gone, its exit says so when its answer is waited for.
         self._socket.send(member.peer, [frame, *arrays])
 
-    def _take(self, member: Member, desk: HeadDesk, deadline: float) -> None:
-        """Take a worker's reply from its desk, or, if it was too large for that, from the socket."""
-        frame = desk.take()
-        if frame is not None:
+    def _take(self, member: Member, desk: HeadDesk) -> None:
+        """Take a worker's reply from its desk; one too large for that comes over the socket, as any other does."""
+        assert member.owes is not None
+        if desk.is_plain(member.owes):
+            self._settle(member, Stepped(member.owes, None, None))
+        elif frame := desk.take(member.owes):
             self._settle(member, messages.decode_reply(frame))
-        while member.owes is not None:
-            self._pump(_SLICE_S)
-            if time.monotonic() >= deadline or member.index in self._fleet.exits():
-                return
 
     def _pump(self, timeout_s: float) -> None:
         """Deal with one message from the socket, if one comes. Nonsense is logged and harms nobody."""
@@ -219,7 +292,8 @@ class Hub:
         self._settle(member, reply)
 
     def _settle(self, member: Member, reply: Reply) -> None:
-        assert not isinstance(reply, Join)
+        if isinstance(reply, Join):
+            raise WireError(f"worker {member.index} joins a second time")
         self._roster.settle(member, reply.call)
         self._replies[member.index] = reply
 
@@ -238,20 +312,26 @@ class Hub:
                     env_indices=member.env_indices,
                 )
         if time.monotonic() >= deadline:
-            missing = self._roster.debtors()
+            # Answers are taken from the desks when the last is there; who has answered by now is not missing.
+            missing = [member for member in self._roster.debtors() if not self._has_answered(member)]
+            missing = missing or self._roster.debtors()
             raise CallTimeout(
                 f"No answer within {timeout_s:g} s from {'; '.join(str(member) for member in missing)}. "
-                "It may be slow or hang; the call is still pending. Wait again with the same *_wait(), give it longer "
-                f"with Timeouts(call_s=...), or close(). {self._log_of(missing[0])}"
+                "It may be slow or hang; the call is still pending, and whatever is called next waits for it. Give it "
+                f"longer with Timeouts(call_s=...), or close(). {self._log_of(missing[0])}"
             )
+
+    def _has_answered(self, member: Member) -> bool:
+        desk = self._desks[member.index]
+        return desk is not None and member.owes is not None and desk.has_answered(member.owes)
 
     def _take_last_words(self, member: Member) -> None:
         """Take the answer that a worker gave before it ended, if it did."""
         desk = self._desks[member.index]
-        if desk is None:
+        if desk is not None:
+            self._take(member, desk)
+        if member.owes is not None:
             self._pump(0.0)
-        elif desk.wait(0.0):
-            self._take(member, desk, deadline=0.0)
 
     def _log_of(self, member: Member) -> str:
         tail = self._fleet.log_tail(member.index)

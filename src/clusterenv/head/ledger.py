@@ -20,13 +20,19 @@ class Ledger:
         self.checks = 0
         self.pulls = 0
         self.pulls_if_every_update = 0
-        self.weights_bytes = 0
+        self.bytes_if_every_update = 0
         self.divergence = float("nan")
         self.age = 0.0
         self.bytes: Counter[str] = Counter(weights=0, sketches=0, rollouts=0)
         self.reasons: Counter[Reason] = Counter()
         self.collect_s = 0.0
         self.busy_s = 0.0
+
+    def note_version(self, num_workers: int, weights_bytes: int) -> None:
+        """Count a new version of the policy."""
+        self.updates += 1
+        self.pulls_if_every_update += num_workers
+        self.bytes_if_every_update += num_workers * weights_bytes
 
     def note_rollout(self, env_steps: int, collection: Collection, seconds: float) -> None:
         """Count a rollout."""
@@ -66,7 +72,7 @@ class Ledger:
 
     def summary(self) -> str:
         """Say in a sentence what adaptive synchronisation saved."""
-        every = self.pulls_if_every_update * self.weights_bytes
+        every = self.bytes_if_every_update
         spent = self.bytes["weights"] + self.bytes["sketches"]
         if not every:
             return f"{self.env_steps} environment steps; no policy was sent to workers."

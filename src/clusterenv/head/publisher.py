@@ -73,6 +73,7 @@ class Publisher:
         self._divergence = [float("nan")] * len(self._shards)
         self._trackers: list[Tracker] = []
         self._probes: list[Probes | None] = [None] * len(self._shards)
+        self._has_probes = False
         self._warned: set[Reason] = set()
 
     def tell(self) -> None:
@@ -94,6 +95,7 @@ class Publisher:
         """Keep the probes of a rollout, the same that its workers keep."""
         if not self._rule.needs_sketch:
             return
+        self._has_probes = True
         num_steps = len(block.rewards)
         for index, (start, stop) in enumerate(self._shards):
             columns = block.columns(start, stop)
@@ -105,7 +107,13 @@ class Publisher:
 
     def forget_probes(self) -> None:
         """Note that the newest observations are the planes'."""
-        self._probes = [None] * len(self._shards)
+        if self._has_probes:
+            self._has_probes = False
+            self._probes = [None] * len(self._shards)
+
+    def forget_policy(self) -> None:
+        """Note that it is not known what the workers hold, after a failure: the next call sends everything anew."""
+        self._policy = None
 
     def provenance(self) -> dict[str, NDArray[Any]]:
         """Return, for every environment, the version its worker holds, its age and its last measured divergence."""
@@ -118,13 +126,13 @@ class Publisher:
         }
 
     def _adopt(self, policy: Policy, arguments: Mapping[str, Any]) -> None:
+        self.forget_policy()  # Should adopting fail halfway, no worker is trusted to hold any policy.
         weights = policy.weights()
         self._spec = WeightsSpec.of(weights)
         num_probes = DEFAULT_PROBES if self._rule.needs_sketch else 0
         stamp = policy.stamp()
         self._backend.adopt(policy, self._spec, self.version + 1, num_probes, arguments)
         self._policy, self._stamp, self._is_told = policy, stamp, False
-        self._ledger.weights_bytes = self._spec.size_bytes
         self._number_version()
         self._trackers = [self._rule.start() for _ in self._shards]
         self.forget_probes()
@@ -133,29 +141,31 @@ class Publisher:
 
     def _number_version(self) -> None:
         self.version += 1
-        self._ledger.updates += 1
-        self._ledger.pulls_if_every_update += len(self._shards)
+        self._ledger.note_version(len(self._shards), self._spec.size_bytes)
 
     def _choose(self, policy: Policy) -> list[bool]:
         behind = [index for index in range(len(self._shards)) if self._own[index] < self.version > self._checked[index]]
+        for index in behind:
+            self._divergence[index] = float("nan")
         if self._rule.needs_sketch and behind:
             self._measure(policy, behind)
-        pulls = [False] * len(self._shards)
+        verdicts: dict[int, Reason] = {}
         for index in behind:
             self._checked[index] = self.version
             measured = self._divergence[index]
             divergence = measured if self._rule.needs_sketch and not math.isnan(measured) else None
             verdict = self._trackers[index].judge(self._own[index], self.version, divergence)
             if verdict.pulls:
-                pulls[index] = True
-                self._pull(index, verdict.reason)
+                verdicts[index] = verdict.reason
                 if verdict.advice is not None and verdict.reason not in self._warned:
                     self._warned.add(verdict.reason)
                     log.warning("%s", verdict.advice)
-        if any(pulls):
+        if verdicts:
             self._backend.load(self._spec, policy.weights())
+        for index, reason in verdicts.items():
+            self._pull(index, reason)
         self._ledger.age = float(np.mean([self.version - own for own in self._own]))
-        return pulls
+        return [index in verdicts for index in range(len(self._shards))]
 
     def _pull(self, index: int, reason: Reason) -> None:
         self._own[index] = self.version
@@ -168,7 +178,6 @@ class Publisher:
         self.number += 1
         sketches: dict[int, Sketch] = {}
         for index in behind:
-            self._divergence[index] = float("nan")
             sketch = make_sketch(policy, self._probes[index] or self._current_probes(policy, index), self.version)
             if sketch is not None:
                 sketches[index] = sketch

@@ -42,7 +42,7 @@ from clusterenv.wire.messages import (
     Stepped,
 )
 from clusterenv.wire.planes import Planes
-from clusterenv.wire.shared import DESK_BYTES, HeadDesk, SharedMemory, desk_memory, planes_memory
+from clusterenv.wire.shared import Bell, HeadDesk, SharedMemory, desks_bytes, planes_memory
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Remote:
 
         num_workers = len(hub.members)
         if shares_memory:
-            self._run_memory: SharedMemory | None = self._share(num_workers * DESK_BYTES + size_of(make_planes))
+            self._run_memory: SharedMemory | None = self._share(desks_bytes(num_workers) + size_of(make_planes))
             self.planes = make_planes(carver(planes_memory(self._memories[0].memory, num_workers)))
         else:
             self._run_memory = None
@@ -86,6 +86,7 @@ class Remote:
         self._block: tuple[int, SharedMemory | None, Block] | None = None
         self._block_spec: BlockSpec | None = None
         self._weights: _Weights | None = None
+        self._all_share_memory = False
         hub.landing = self._landing
 
     @property
@@ -102,15 +103,14 @@ class Remote:
         """Give every worker its shard, and wait until its environments are made."""
         memory = self._run_memory
         offer = None if memory is None else memory.offer
-        desks = {
-            member.index: HeadDesk(desk_memory(memory.memory, member.index))
-            for member in self._hub.members
-            if memory is not None
-        }
+        desks = [] if memory is None else [HeadDesk(memory.memory, member.index) for member in self._hub.members]
+        if memory is not None:
+            self._hub.bell = Bell(memory.memory, initialise=True)
         self._hub.start(lambda call, m: Assign(call, m.start, m.stop, code(m.start, m.stop), offer))
         for member, reply in self._hub.collect(timeout_s):
             if _expect(Ready, reply).shares_memory:
                 self._hub.use_desk(member, desks[member.index])
+        self._all_share_memory = self._hub.all_share_memory
 
     def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> None:
         """Start resetting the environments, or those in the mask."""
@@ -127,7 +127,9 @@ class Remote:
         Args:
             actions: Anything that can be sliced by environment index; None if they are in the planes already.
         """
-        if actions is None:
+        if actions is None and self._all_share_memory:
+            self._hub.start_plain_step()
+        elif actions is None:
             self._hub.broadcast(lambda call: Step(call, None), lambda member: self._rows[member.index].actions)
         else:
             self._hub.start(lambda call, m: Step(call, pickle.dumps(actions[m.start : m.stop])))
@@ -149,10 +151,13 @@ class Remote:
             WorkerLost: A worker has died.
             WorkerFailed: An environment or policy raised.
         """
+        answers = self._hub.collect(timeout_s)
+        if not answers:
+            return Outcome({}, [], [])
         shards: list[ShardInfos] = []
         objects: list[list[list[Any]]] = []
         results: list[Any] = []
-        for member, reply in self._hub.collect(timeout_s):
+        for member, reply in answers:
             if isinstance(reply, Returned):
                 results += _checked_list(values.loads(reply.values))
             else:
@@ -162,7 +167,7 @@ class Remote:
                 if stepped.columns is not None:
                     objects.append(_checked_list(values.loads(stepped.columns)))
         infos = merge_infos(shards, self._num_envs) if shards else {}
-        columns = [[item for part in parts for item in part] for parts in zip(*objects, strict=True)]
+        columns = [[item for part in parts for item in part] for parts in zip(*objects, strict=True)] if objects else []
         return Outcome(infos, columns, results)
 
     def adopt(
@@ -177,6 +182,11 @@ class Remote:
             code = cloudpickle.dumps((policy, spec))
         except Exception as error:
             raise PolicyError(f"The agent cannot be sent to workers: {type(error).__name__}: {error}.") from error
+        if self._weights is not None:
+            self._unshare(self._weights.memory)
+        if self._block is not None:
+            self._unshare(self._block[1])
+        self._weights = self._block = None
         memory = self._share(spec.size_bytes) if self._offers_memory else None
         block = spec.encode(policy.weights(), None if memory is None else _bytes_of(memory, spec.size_bytes))
         self._weights = _Weights(memory, block)
@@ -188,7 +198,6 @@ class Remote:
             raise PolicyError(f"The policy returns different extras or states on different workers: {schemas}.")
         ((extras, states),) = schemas
         self._block_spec = BlockSpec(*self._layouts, extras, states)
-        self._block = None
 
     def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]]) -> None:
         """Encode a version's weights once, for all workers that will be told to take them."""
@@ -263,9 +272,8 @@ class Remote:
         spec = self._block_spec
         assert spec is not None, "a policy was adopted"
         if self._block is None or self._block[0] != num_steps:
-            if self._block is not None and self._block[1] is not None:
-                self._block[1].close()
-                self._memories.remove(self._block[1])
+            if self._block is not None:
+                self._unshare(self._block[1])
             if self._offers_memory:
                 memory = self._share(size_of(lambda make: spec.make(num_steps, self._num_envs, make)))
                 self._block = num_steps, memory, spec.make(num_steps, self._num_envs, carver(memory.memory))
@@ -277,6 +285,11 @@ class Remote:
         memory = SharedMemory(size_bytes)
         self._memories.append(memory)
         return memory
+
+    def _unshare(self, memory: SharedMemory | None) -> None:
+        if memory is not None:
+            memory.close()
+            self._memories.remove(memory)
 
     def _landing(self, member: Member, reply: Reply) -> Sequence[NDArray[Any]]:
         if isinstance(reply, Stepped):

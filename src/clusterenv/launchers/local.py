@@ -127,7 +127,10 @@ def _start(environment: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        start_new_session=True,  # Ctrl-C in the terminal is for the head, which then ends its workers in order.
+        # Ctrl-C in the terminal is for the head, which then ends its workers in order. A group is enough for that. A
+        # session of their own would make Linux share out the cores among sessions instead of among processes, and a
+        # worker that yields while it waits for the head would not yield to it.
+        process_group=0,
     )
 
 

@@ -14,7 +14,7 @@ from clusterenv.wire.layout import Leaf
 
 ArrayMaker: TypeAlias = Callable[[tuple[int, ...], Leaf], NDArray[Any]]
 
-_ALIGNMENT = 64  # A cache line: workers must not share one.
+_ALIGNMENT = 64  # A cache line: arrays that start on one load fastest.
 
 
 def allocate(lead: tuple[int, ...], leaf: Leaf) -> NDArray[Any]:

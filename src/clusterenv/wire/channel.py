@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from clusterenv.errors import WireError
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
-from clusterenv.wire.messages import Adopt, Collect, Decide, Reply, Request, Step, Stop
+from clusterenv.wire.messages import Adopt, Collect, Decide, Join, Reply, Request, Step, Stepped, Stop
 from clusterenv.wire.shared import WorkerDesk
 from clusterenv.wire.zeromq import WorkerSocket
 
@@ -46,7 +46,9 @@ class Channel:
             if self._desk.is_stopped:
                 return Stop()
             frame = self._desk.take()
-            if frame is not None:
+            if isinstance(frame, int):
+                return Step(frame, None)
+            if frame:
                 return messages.decode_request(frame)
             timeout_s = 60.0  # The head has said that it is sending it.
         frames = self._socket.receive(timeout_s)
@@ -58,11 +60,13 @@ class Channel:
 
     def send(self, reply: Reply, arrays: Iterable[NDArray[Any]] = ()) -> None:
         """Send a reply, and arrays with it where they are not shared."""
-        frame = messages.encode(reply)
-        if self._desk is not None:
-            self._desk.post(frame, lambda large: self._socket.send([large]))
+        if self._desk is None:
+            self._socket.send([messages.encode(reply), *arrays])
+        elif isinstance(reply, Stepped) and reply.infos is None and reply.columns is None:
+            self._desk.post_plain(reply.call)
         else:
-            self._socket.send([frame, *arrays])
+            assert not isinstance(reply, Join), "a worker joins before it shares memory"
+            self._desk.post(messages.encode(reply), reply.call, lambda large: self._socket.send([large]))
 
     def _take_arrays(self, request: Request, frames: Sequence[memoryview]) -> None:
         self.weights = None

@@ -35,22 +35,20 @@ class Leaf:
 
 
 class Layout:
-    """The columns of a space, and the way between a nested value and its columns."""
+    """The columns of a space, and the way between a nested value and its columns.
+
+    Attributes:
+        leaves: One a column.
+        is_single: Whether the space is one array of fixed size, the common case.
+        is_fixed: Whether every leaf has a fixed size.
+    """
 
     def __init__(self, space: Space[Any]) -> None:
         self.leaves: list[Leaf] = list(_leaves(space, ()))
+        self.is_single = len(self.leaves) == 1 and self.leaves[0].path == () and self.leaves[0].dtype is not None
+        self.is_fixed = all(leaf.dtype is not None for leaf in self.leaves)
         self._flatten = _flattener(space)
         self._nest = _nester(space)
-
-    @property
-    def is_single(self) -> bool:
-        """Whether the space is one array of fixed size, the common case."""
-        return len(self.leaves) == 1 and self.leaves[0].path == () and self.leaves[0].dtype is not None
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether every leaf has a fixed size."""
-        return all(leaf.dtype is not None for leaf in self.leaves)
 
     def flatten(self, value: Any) -> list[Any]:
         """Return the leaf values of one nested value, in the order of `leaves`."""

@@ -59,7 +59,7 @@ class Step(_Message, tag=3, frozen=True):
     """Head to worker: step every environment once."""
 
     call: int
-    actions: bytes | None  # cloudpickle; None: they are in the action arrays
+    actions: bytes | None  # pickle; None: they are in the action arrays
 
 
 class Invoke(_Message, tag=4, frozen=True):

@@ -4,10 +4,14 @@ The memory is a memfd: it has no name, so a killed process cannot leave it behin
 /dev/shm (64 MB in many containers). A worker on the same machine opens it through the head's /proc entry. Pages that
 nobody touches take no memory, so mailboxes can be generous.
 
-    a run's memory:  [ desk of worker 0 | desk of worker 1 | ... | planes ]
-    a desk:          two semaphores (go, done), a stop flag, the request's mailbox and the reply's
+    a run's memory:  [ bell | desk of worker 0 | desk of worker 1 | ... | planes ]
+    the bell:        two semaphores (open answers, ring)
+    a desk:          a semaphore (go), a stop flag, the request's mailbox and the reply's
+    a mailbox:       the message's length, the number of its call, the message
 
-A message too large for its mailbox goes over the worker's ZeroMQ socket instead; the mailbox then says so.
+A message too large for its mailbox goes over the worker's ZeroMQ socket instead; the mailbox then says so. The
+commonest messages need no bytes at all: a step whose actions are in the planes, and its answer if nothing but planes
+was filled. They are plain: a length that says so, and the call's number.
 """
 
 from __future__ import annotations
@@ -27,14 +31,17 @@ if TYPE_CHECKING:
 
 _NONCE_BYTES = 64
 _MAILBOX_BYTES = 1 << 20
-_LENGTH = struct.Struct("<Q")
-_BY_SOCKET = 2**64 - 1  # a length no mailbox has: the message comes over the socket
-_GO, _DONE, _STOP = 0, semaphore.SIZE_BYTES, 2 * semaphore.SIZE_BYTES
-_REQUEST = 3 * semaphore.SIZE_BYTES
+_HEADER = struct.Struct("<QQ")
+_MAX_BYTES = _MAILBOX_BYTES - _HEADER.size
+_BY_SOCKET = 2**64 - 1  # lengths no mailbox has: the message comes over the socket,
+_PLAIN = 2**64 - 2  # or it is plain
+_GO, _STOP = 0, semaphore.SIZE_BYTES
+_REQUEST = 2 * semaphore.SIZE_BYTES
 _REPLY = _REQUEST + _MAILBOX_BYTES
-DESK_BYTES = _REPLY + _MAILBOX_BYTES
+_DESK_BYTES = _REPLY + _MAILBOX_BYTES
+_BELL_BYTES = 2 * semaphore.SIZE_BYTES
 
-EAGER_S = 200e-6  # How long a worker looks for its next request before it sleeps; see docs/performance.md.
+EAGER_S = 1e-3  # How long a worker looks for its next request before it sleeps; see docs/performance.md.
 
 
 class SharedMemory:
@@ -73,41 +80,79 @@ def open_offer(offer: Offer) -> memoryview | None:
     return whole[_NONCE_BYTES:] if bytes(whole[: len(offer.nonce)]) == offer.nonce else None
 
 
-def desk_memory(memory: memoryview, worker_index: int) -> memoryview:
-    """Return one worker's desk in the run's memory."""
-    return memory[worker_index * DESK_BYTES : (worker_index + 1) * DESK_BYTES]
+def desks_bytes(num_workers: int) -> int:
+    """Return how much of a run's memory the bell and the desks take."""
+    return _BELL_BYTES + num_workers * _DESK_BYTES
 
 
 def planes_memory(memory: memoryview, num_workers: int) -> memoryview:
     """Return what lies behind the desks in the run's memory."""
-    return memory[num_workers * DESK_BYTES :]
+    return memory[desks_bytes(num_workers) :]
+
+
+class Bell:
+    """Wakes the head once, when the last of several workers has answered.
+
+    Being woken by every worker would cost the head a switch each, on a core that another worker may need. The first
+    semaphore holds one token less than answers are awaited. Each worker that answers takes one; the one that finds
+    none left is the last, and rings.
+    """
+
+    def __init__(self, memory: memoryview, *, initialise: bool) -> None:
+        self._open = Semaphore(memory, initialise=initialise)
+        self._ring = Semaphore(memory[semaphore.SIZE_BYTES :], initialise=initialise)
+
+    def expect(self, num_answers: int) -> None:
+        """Await this many answers."""
+        for _ in range(num_answers - 1):
+            self._open.post()
+
+    def answer(self) -> None:
+        """Note one answer."""
+        if not self._open.try_wait():
+            self._ring.post()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all have answered; False if that took too long."""
+        return self._ring.wait(timeout_s)
 
 
 class HeadDesk:
     """The head's side of one worker's desk."""
 
-    def __init__(self, desk: memoryview) -> None:
-        self._desk = desk
+    def __init__(self, memory: memoryview, worker_index: int) -> None:
+        self._desk = desk = _desk_memory(memory, worker_index)
         self._go = Semaphore(desk[_GO:], initialise=True)
-        self._done = Semaphore(desk[_DONE:], initialise=True)
 
-    def post(self, frame: bytes) -> bool:
+    def post(self, frame: bytes, call: int) -> bool:
         """Hand over a request; False if it is too large, and must follow over the socket."""
-        fits = _put(self._desk, _REQUEST, frame)
+        fits = _put(self._desk, _REQUEST, frame, call)
         self._go.post()
         return fits
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the reply; False if it has not come yet."""
-        return self._done.wait(timeout_s)
+    def post_plain(self, call: int) -> None:
+        """Hand over a plain step."""
+        _HEADER.pack_into(self._desk, _REQUEST, _PLAIN, call)
+        self._go.post()
 
-    def take(self) -> bytes | None:
-        """Return the reply that `wait` announced; None if it comes over the socket.
+    def has_answered(self, call: int) -> bool:
+        """Tell whether a reply to a call lies here, perhaps not all of it yet."""
+        return bool(_HEADER.unpack_from(self._desk, _REPLY)[1] == call)
+
+    def is_plain(self, call: int) -> bool:
+        """Tell whether the reply to a call is plain; to be trusted as `take` is."""
+        return _HEADER.unpack_from(self._desk, _REPLY) == (_PLAIN, call)
+
+    def take(self, call: int) -> bytes | None:
+        """Return the reply to a call; None if there is none yet, b"" if it comes over the socket.
+
+        Only to be trusted after the bell has rung or the worker has ended: before, it may be half written.
 
         Raises:
             WireError: The mailbox holds nonsense.
         """
-        return _take(self._desk, _REPLY)
+        size, answered = _HEADER.unpack_from(self._desk, _REPLY)
+        return _take(self._desk, _REPLY, size) if answered == call else None
 
     def stop(self) -> None:
         """Tell the worker to end as soon as it next looks."""
@@ -118,10 +163,10 @@ class HeadDesk:
 class WorkerDesk:
     """The worker's side of its desk."""
 
-    def __init__(self, desk: memoryview) -> None:
-        self._desk = desk
+    def __init__(self, memory: memoryview, worker_index: int) -> None:
+        self._desk = desk = _desk_memory(memory, worker_index)
         self._go = Semaphore(desk[_GO:], initialise=False)
-        self._done = Semaphore(desk[_DONE:], initialise=False)
+        self._bell = Bell(memory, initialise=False)
 
     @property
     def is_stopped(self) -> bool:
@@ -132,33 +177,43 @@ class WorkerDesk:
         """Wait for a request, eagerly at first."""
         return self._go.wait_eagerly(timeout_s, EAGER_S)
 
-    def take(self) -> bytes | None:
-        """Return the request that `wait` announced; None if it comes over the socket."""
-        return _take(self._desk, _REQUEST)
+    def take(self) -> bytes | int:
+        """Return the request that `wait` announced: its call if it is a plain step, b"" if it comes over the socket."""
+        size, call = _HEADER.unpack_from(self._desk, _REQUEST)
+        return call if size == _PLAIN else _take(self._desk, _REQUEST, size)
 
-    def post(self, frame: bytes, send_large: Callable[[bytes], None]) -> None:
+    def post_plain(self, call: int) -> None:
+        """Hand over a plain reply."""
+        _HEADER.pack_into(self._desk, _REPLY, _PLAIN, call)
+        self._bell.answer()
+
+    def post(self, frame: bytes, call: int, send_large: Callable[[bytes], None]) -> None:
         """Hand over a reply, by `send_large` if it is too large for the mailbox."""
-        if not _put(self._desk, _REPLY, frame):
+        if not _put(self._desk, _REPLY, frame, call):
             send_large(frame)
-        self._done.post()
+        self._bell.answer()
 
 
-def _put(desk: memoryview, start: int, frame: bytes) -> bool:
+def _desk_memory(memory: memoryview, worker_index: int) -> memoryview:
+    start = desks_bytes(worker_index)
+    return memory[start : start + _DESK_BYTES]
+
+
+def _put(desk: memoryview, start: int, frame: bytes, call: int) -> bool:
     size = len(frame)
-    if size > _MAILBOX_BYTES - _LENGTH.size:
-        _LENGTH.pack_into(desk, start, _BY_SOCKET)
-        return False
-    _LENGTH.pack_into(desk, start, size)
-    start += _LENGTH.size
-    desk[start : start + size] = frame
-    return True
+    fits = size <= _MAX_BYTES
+    if fits:
+        data = start + _HEADER.size
+        desk[data : data + size] = frame
+    # The header last: whoever finds the call's number there finds the message, too.
+    _HEADER.pack_into(desk, start, size if fits else _BY_SOCKET, call)
+    return fits
 
 
-def _take(desk: memoryview, start: int) -> bytes | None:
-    (size,) = _LENGTH.unpack_from(desk, start)
+def _take(desk: memoryview, start: int, size: int) -> bytes:
     if size == _BY_SOCKET:
-        return None
-    if size > _MAILBOX_BYTES - _LENGTH.size:
+        return b""
+    if size > _MAX_BYTES:
         raise WireError(f"A mailbox cannot hold {size} bytes.")
-    start += _LENGTH.size
+    start += _HEADER.size
     return bytes(desk[start : start + size])

@@ -128,6 +128,8 @@ class Answers:
             raise PolicyError("No policy was sent to this worker.")
         if self._block is None or self._block[:2] != (request.memory, num_steps):
             memory = None if request.memory is None else open_offer(request.memory)
+            if memory is None and self._weights_memory is not None:
+                raise OSError("The head's memory for rollouts cannot be opened here, though that for weights could.")
             if memory is None:
                 block = spec.make(num_steps, num_rows, allocate)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,8 +90,9 @@ class Collector:
         Raises:
             PolicyError: Its actions do not have the form the action space asks for.
         """
-        self._observation_space.seed(0)
-        samples = [self._observations.flatten(self._observation_space.sample()) for _ in range(self._rows)]
+        space = copy.deepcopy(self._observation_space)  # The user's own must not be seeded.
+        space.seed(0)
+        samples = [self._observations.flatten(space.sample()) for _ in range(self._rows)]
         batch = self._observations.nest(
             [
                 np.stack([np.asarray(part, leaf.dtype) for part in column])
@@ -99,6 +101,11 @@ class Collector:
         )
         decision = self._policy.act(batch, self._state, values)
         self._checked_actions(decision)
+        if self._state is not None and decision.state is None:
+            raise PolicyError(
+                "The policy has an initial_state(), but act() returned no state: a recurrent policy's act() must "
+                "return Decision(action, extras, state)."
+            )
         return describe(decision.extras), describe(decision.state or {})
 
     def restart(self, mask: NDArray[np.bool_], seed: int | None) -> None:
@@ -246,6 +253,8 @@ class Collector:
         return checked
 
     def _single(self, actions: list[NDArray[Any]]) -> Any:
+        if self._host.takes_batches:
+            return self._actions.nest(actions)
         if self._actions.is_single:
             return actions[0]
         return iterate(self._batched_actions, self._actions.nest(actions))

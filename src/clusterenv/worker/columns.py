@@ -11,19 +11,43 @@ from numpy.typing import NDArray
 from clusterenv.errors import SpaceMismatch
 from clusterenv.wire.layout import Layout, Leaf
 
+_SMALL_BYTES = 8192
+
 
 class ArrayColumn:
     """A leaf of fixed size: rows of an array."""
 
     def __init__(self, leaf: Leaf, array: NDArray[Any]) -> None:
         self._leaf = leaf
-        self._array = array
         self._shape = leaf.shape
+        self._lengths = {leaf.shape[0]} if leaf.shape else set()
         self._known_dtypes = {array.dtype}
+        self.retarget(array)
 
     def retarget(self, array: NDArray[Any]) -> None:
         """Write into another array of the same form from now on."""
         self._array = array
+        # All rows joined along their first axis: one call of numpy then fills them, and checks dtype and inner shape.
+        self._joined: NDArray[Any] | None = None
+        if self._shape and array.size:
+            self._joined = array.view()
+            self._joined.shape = (-1, *self._shape[1:])  # Unlike reshape, this never makes a copy.
+
+    def put_all(self, values: Sequence[Any]) -> bool:
+        """Write every row at once; False if that is not possible, and `put` must find out which row is to blame."""
+        try:
+            if self._joined is None:
+                array = np.asarray(values)
+                if array.shape != self._array.shape or array.dtype not in self._known_dtypes:
+                    return False
+                self._array[...] = array
+            elif set(map(len, values)) == self._lengths:
+                np.concatenate(values, out=self._joined)
+            else:
+                return False
+        except (TypeError, ValueError):
+            return False
+        return True
 
     def put(self, row: int, value: Any) -> None:
         """Write one row.
@@ -64,12 +88,19 @@ class ObjectColumn:
         """Keep one row's object."""
         self.items[row] = value
 
+    def put_all(self, values: Sequence[Any]) -> bool:
+        """Keep every row's object."""
+        self.items[:] = values
+        return True
+
 
 class Columns:
     """All columns of the observation space.
 
     Attributes:
         put: Writes one environment's observation into its row; raises `SpaceMismatch` if it does not fit the space.
+        waits: Whether observations are best kept until all are there, for `put_all`. Large ones are written at once,
+            while they are in the cache.
     """
 
     def __init__(self, layout: Layout, planes: list[NDArray[Any] | None], num_rows: int) -> None:
@@ -78,8 +109,19 @@ class Columns:
             ObjectColumn(num_rows) if plane is None else ArrayColumn(leaf, plane)
             for leaf, plane in zip(layout.leaves, planes, strict=True)
         ]
+        self.waits = sum(leaf.row_bytes for leaf in layout.leaves) <= _SMALL_BYTES
         # The common case, one array, without a detour.
         self.put: Callable[[int, Any], None] = self._columns[0].put if layout.is_single else self._put_parts
+
+    def put_all(self, observations: Sequence[Any]) -> bool:
+        """Write every environment's observation; False if one does not fit, and `put` must find out which."""
+        if self._layout.is_single:
+            return self._columns[0].put_all(observations)
+        try:
+            parts = [self._layout.flatten(observation) for observation in observations]
+        except (KeyError, IndexError, TypeError):
+            return False
+        return all(column.put_all(items) for column, items in zip(self._columns, zip(*parts, strict=True), strict=True))
 
     def _put_parts(self, row: int, observation: Any) -> None:
         try:

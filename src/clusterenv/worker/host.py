@@ -27,9 +27,11 @@ class Host(Protocol):
 
     Attributes:
         failed_row: The row of the environment that raised last, if that is known.
+        takes_batches: Whether `step` takes actions as the batched space has them, rather than one an environment.
     """
 
     failed_row: int | None
+    takes_batches: bool
 
     def open(self) -> None:
         """Make the environments."""
@@ -64,6 +66,8 @@ class Host(Protocol):
 class EnvHost:
     """Hosts plain environments, one after another in this process."""
 
+    takes_batches = False
+
     def __init__(self, factories: Sequence[EnvFactory], assignment: Assignment, planes: Planes) -> None:
         self.failed_row: int | None = None
         self._factories = factories
@@ -76,6 +80,8 @@ class EnvHost:
         self._resting: dict[int, Any] = {}  # Without autoreset: the last observations of finished environments.
         self._columns = Columns(Layout(assignment.observation_space), planes.observations, self._rows)
         self._actions = _ActionReader(assignment.action_space, planes.actions, self._rows)
+        self._waiting: list[Any] = [None] * self._rows
+        self._put = self._waiting.__setitem__ if self._columns.waits else self._columns.put
         self.objects = self._columns.objects
         self._step = {
             AutoresetMode.NEXT_STEP: self._step_next,
@@ -149,7 +155,7 @@ class EnvHost:
     # lists, flags are written only where they are true, and rewards once per step.
 
     def _step_next(self, actions: Iterable[Any]) -> Infos:
-        put, pending, infos = self._columns.put, self._pending, Infos()
+        put, pending, infos = self._put, self._pending, Infos()
         rewards: list[Any] = [0.0] * self._rows
         terminations, truncations = self._clear_flags()
         row = 0
@@ -171,10 +177,11 @@ class EnvHost:
             self.failed_row = row
             raise
         self._planes.rewards[:] = rewards
+        self._write_waiting()
         return infos
 
     def _step_same(self, actions: Iterable[Any]) -> Infos:
-        put, infos = self._columns.put, Infos()
+        put, infos = self._put, Infos()
         rewards: list[Any] = [0.0] * self._rows
         terminations, truncations = self._clear_flags()
         row = 0
@@ -194,10 +201,11 @@ class EnvHost:
             self.failed_row = row
             raise
         self._planes.rewards[:] = rewards
+        self._write_waiting()
         return infos
 
     def _step_disabled(self, actions: Iterable[Any]) -> Infos:
-        put, pending, infos = self._columns.put, self._pending, Infos()
+        put, pending, infos = self._put, self._pending, Infos()
         rewards: list[Any] = [0.0] * self._rows
         if any(pending) and not self._skips_finished:
             self.failed_row = pending.index(True)
@@ -223,7 +231,16 @@ class EnvHost:
             self.failed_row = row
             raise
         self._planes.rewards[:] = rewards
+        self._write_waiting()
         return infos
+
+    def _write_waiting(self) -> None:
+        """Write the observations that were kept back, all at once or, if one does not fit, up to that one."""
+        if self._columns.waits and not self._columns.put_all(self._waiting):
+            for row, observation in enumerate(self._waiting):
+                self.failed_row = row
+                self._columns.put(row, observation)
+            self.failed_row = None
 
     def _clear_flags(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         self.failed_row = None

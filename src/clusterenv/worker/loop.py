@@ -16,7 +16,7 @@ from clusterenv.wire.channel import Channel
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.messages import PROTOCOL, Assign, Failed, Join, Ready, Refused, Stop
 from clusterenv.wire.planes import Planes
-from clusterenv.wire.shared import WorkerDesk, desk_memory, open_offer, planes_memory
+from clusterenv.wire.shared import WorkerDesk, open_offer, planes_memory
 from clusterenv.wire.ticket import Ticket
 from clusterenv.wire.zeromq import WorkerSocket
 from clusterenv.worker.answers import Answers, ShardRequest, unpickle
@@ -95,9 +95,7 @@ class _Worker:
         gc.collect()
         gc.freeze()
         self._channel.send(Ready(request.call, shares_memory=memory is not None))
-        self._channel.use(
-            planes.actions, None if memory is None else WorkerDesk(desk_memory(memory, self._worker_index))
-        )
+        self._channel.use(planes.actions, None if memory is None else WorkerDesk(memory, self._worker_index))
 
     def _answer(self, request: ShardRequest) -> None:
         assert self._answers is not None, "the head assigns before it asks"

@@ -20,6 +20,8 @@ from clusterenv.worker.infos import Infos
 class VectorHost:
     """Hosts a `VectorEnv` whose sub-environments are the shard's."""
 
+    takes_batches = True
+
     def __init__(self, factory: VectorFactory, assignment: Assignment, planes: Planes) -> None:
         self.failed_row: int | None = None
         self._factory = factory

@@ -1,0 +1,93 @@
+"""The agents that the policy benchmarks run: CleanRL's small one, and its Atari network with 1.7 million parameters.
+
+They are written exactly as CleanRL's users write them; nothing here knows of ClusterEnv. They have a module of their
+own so that a worker, which gets an agent's class by its name, imports nothing but torch.
+"""
+
+import math
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributions import Categorical
+
+Evaluated = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
+
+
+class MlpAgent(nn.Module):
+    """A policy and a critic of two hidden layers of 64 each, for vector observations and discrete actions."""
+
+    def __init__(self, observation_size: int, num_actions: int) -> None:
+        super().__init__()
+        self.critic = make_mlp(observation_size, 1, last_gain=1.0)
+        self.actor = make_mlp(observation_size, num_actions, last_gain=0.01)
+
+    def get_value(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the values, shape `[n, 1]`."""
+        value: torch.Tensor = self.critic(x)
+        return value
+
+    def get_action_and_value(self, x: torch.Tensor, action: torch.Tensor | None = None) -> Evaluated:
+        """Return actions (sampled unless given), their log-probabilities, the entropies, and the values `[n, 1]`."""
+        logits = self.actor(x)
+        probs = Categorical(logits=logits)
+        if action is None:
+            action = probs.sample()
+        return action, probs.log_prob(action), probs.entropy(), self.critic(x)
+
+
+class CnnAgent(nn.Module):
+    """The network of the DQN papers with a policy and a value head, for stacks of four 84 x 84 frames."""
+
+    def __init__(self, num_actions: int) -> None:
+        super().__init__()
+        self.network = nn.Sequential(
+            initialize(nn.Conv2d(4, 32, 8, stride=4)),
+            nn.ReLU(),
+            initialize(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(),
+            initialize(nn.Conv2d(64, 64, 3, stride=1)),
+            nn.ReLU(),
+            nn.Flatten(),
+            initialize(nn.Linear(64 * 7 * 7, 512)),
+            nn.ReLU(),
+        )
+        self.actor = initialize(nn.Linear(512, num_actions), gain=0.01)
+        self.critic = initialize(nn.Linear(512, 1), gain=1.0)
+
+    def get_value(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the values, shape `[n, 1]`."""
+        value: torch.Tensor = self.critic(self.network(x.permute(0, 3, 1, 2) / 255.0))
+        return value
+
+    def get_action_and_value(self, x: torch.Tensor, action: torch.Tensor | None = None) -> Evaluated:
+        """Return actions (sampled unless given), their log-probabilities, the entropies, and the values `[n, 1]`."""
+        hidden = self.network(x.permute(0, 3, 1, 2) / 255.0)
+        logits = self.actor(hidden)
+        probs = Categorical(logits=logits)
+        if action is None:
+            action = probs.sample()
+        return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
+
+
+Agent = MlpAgent | CnnAgent
+
+
+def make_mlp(inputs: int, outputs: int, *, last_gain: float) -> nn.Sequential:
+    """Make a network of two hidden tanh layers of 64."""
+    return nn.Sequential(
+        initialize(nn.Linear(inputs, 64)),
+        nn.Tanh(),
+        initialize(nn.Linear(64, 64)),
+        nn.Tanh(),
+        initialize(nn.Linear(64, outputs), gain=last_gain),
+    )
+
+
+def initialize(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
+    """Initialize a layer as CleanRL does: orthogonal weights, no bias."""
+    nn.init.orthogonal_(layer.weight, gain)
+    if layer.bias is not None:
+        nn.init.constant_(layer.bias, 0.0)
+    return layer

@@ -1,0 +1,189 @@
+"""Native vector environments on the workers: their own speed, in Gymnasium's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from numpy.typing import NDArray
+
+from clusterenv import ClusterEnv, NativeVector
+from clusterenv.errors import ClusterEnvError, ConfigError, WorkerFailed
+from tests.conftest import Backend
+from tests.worlds import TroubledWorld, World, WorldError, assert_same
+
+AnyVector = VectorEnv[Any, Any, Any]
+
+
+def make_native(num_envs: int, **options: Any) -> AnyVector:
+    return gym.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point", **options)
+
+
+def make_worlds(mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> Callable[[int], AnyVector]:
+    return lambda num_envs: SyncVectorEnv([lambda: World(infos="sparse")] * num_envs, autoreset_mode=mode)
+
+
+def with_float64_rewards(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (answer[0], answer[1].astype(np.float64), *answer[2:])
+
+
+def test_each_worker_hosts_the_native_environment_of_its_shards_size(backend: Backend) -> None:
+    sizes = [2, 1] if backend["num_workers"] else [3]
+    starts = [0, *np.cumsum(sizes)[:-1]]
+    theirs = [make_native(size) for size in sizes]
+    rng = np.random.default_rng(1)
+    with ClusterEnv(NativeVector("CartPole-v1"), 3, **backend) as ours:
+        assert ours.observation_space == make_native(3).observation_space
+        assert ours.action_space == make_native(3).action_space
+        assert ours.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+        resets = [each.reset(seed=9 + int(start)) for each, start in zip(theirs, starts, strict=True)]
+        assert_same(ours.reset(seed=9), (np.concatenate([reset[0] for reset in resets]), {}))
+        for step in range(200):
+            actions = rng.integers(2, size=3)
+            shards = np.split(actions, starts[1:])
+            answers = [each.step(shard) for each, shard in zip(theirs, shards, strict=True)]
+            merged = [np.concatenate(parts) for parts in list(zip(*answers, strict=True))[:4]]
+            assert_same(ours.step(actions), with_float64_rewards((*merged, {})), f"step {step}")
+
+
+def test_arguments_reach_the_native_environment(backend: Backend) -> None:
+    with ClusterEnv(NativeVector("CartPole-v1", sutton_barto_reward=True), 2, **backend) as envs:
+        assert repr(envs) == "ClusterEnv(CartPole-v1, num_envs=2)"
+        envs.reset(seed=1)
+        assert envs.step(np.array([0, 1]))[1].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_callables_vectors_together_equal_one_large_vector(backend: Backend, mode: AutoresetMode) -> None:
+    theirs = make_worlds(mode)(5)
+    rng = np.random.default_rng(2)
+    with ClusterEnv(NativeVector(make_worlds(mode)), 5, autoreset_mode=mode, **backend) as ours:
+        assert_same(ours.reset(seed=4), theirs.reset(seed=4))
+        for step in range(15):
+            actions = rng.integers(4, size=5)
+            answer = theirs.step(actions)
+            assert_same(ours.step(actions), answer, f"step {step}")
+            is_over: NDArray[np.bool_] = answer[2] | answer[3]
+            if mode == AutoresetMode.DISABLED and is_over.any():
+                ours_again = ours.reset(options={"reset_mask": is_over.copy()})
+                assert_same(ours_again, theirs.reset(options={"reset_mask": is_over.copy()}))
+        assert_same(ours.reset(seed=[5, 3, 1, 9, 7]), theirs.reset(seed=[5, 3, 1, 9, 7]))  # type: ignore[arg-type]  # SyncVectorEnv takes lists
+        one = np.array([False, True, False, False, False])
+        ours_again = ours.reset(options={"reset_mask": one.copy()})
+        assert_same(ours_again, theirs.reset(options={"reset_mask": one.copy()}))
+        assert_same(ours.step(actions), theirs.step(actions), "the step after a partial reset")
+
+
+def test_calls_and_attributes_reach_the_environments_inside(backend: Backend) -> None:
+    with ClusterEnv(NativeVector(make_worlds()), 3, **backend) as envs:
+        assert envs.call("describe", "we are", shout=True) == ("WE ARE WORLD 0",) * 3
+        envs.set_attr("label", ["a", "b", "c"])
+        assert envs.get_attr("label") == ("a", "b", "c")
+        assert envs.render() == (None, None, None)
+
+
+def test_an_exception_names_the_whole_shard(remote: Backend) -> None:
+    def make(num_envs: int) -> AnyVector:
+        return SyncVectorEnv([lambda: TroubledWorld("step" if num_envs == 1 else "nowhere")] * num_envs)
+
+    with ClusterEnv(NativeVector(make), 3, **remote) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(WorkerFailed, match="broke in its step") as caught:
+            envs.step([0, 0, 0])
+        assert (caught.value.worker_index, caught.value.env_indices) == (1, (2,))
+        assert type(caught.value.__cause__) is WorldError
+        envs.reset(seed=1)
+        envs.step([0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda num_envs: SyncVectorEnv([World] * (num_envs + 1)), "environments"),
+        (lambda num_envs: World(), "VectorEnv"),
+        (make_worlds(AutoresetMode.SAME_STEP), "autoreset_mode"),
+    ],
+)
+def test_what_does_not_fit_is_refused(backend: Backend, make: Any, words: str) -> None:
+    with pytest.raises(ClusterEnvError, match=words):
+        ClusterEnv(NativeVector(make), 3, **backend)
+
+
+def test_an_id_without_a_vector_implementation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Acrobot-v1"):
+        NativeVector("Acrobot-v1")
+    with pytest.raises(ConfigError, match="callable"):
+        NativeVector(make_worlds(), size=3)
+
+
+class TestEnvPool:
+    """The adapter for EnvPool's environments."""
+
+    def test_it_equals_envpool_itself_whatever_the_number_of_workers(self, backend: Backend) -> None:
+        envpool = pytest.importorskip("envpool")
+        from clusterenv.adapters.envpool import EnvPool
+
+        pool = envpool.make_gymnasium("CartPole-v1", num_envs=3, env_seed=[7, 8, 9])
+        rng = np.random.default_rng(3)
+        with ClusterEnv(EnvPool("CartPole-v1"), 3, **backend) as ours:
+            assert ours.single_observation_space.shape == (4,)
+            assert_same(ours.reset(seed=7)[0], pool.reset()[0])
+            for _ in range(60):
+                actions = rng.integers(2, size=3)
+                answer = ours.step(actions)
+                assert_same(answer[:4], with_float64_rewards(pool.step(actions)[:4]))
+                assert answer[0] in ours.observation_space
+
+    def test_episodes_restart_on_the_next_step(self, backend: Backend) -> None:
+        pytest.importorskip("envpool")
+        from clusterenv.adapters.envpool import EnvPool
+
+        with ClusterEnv(EnvPool("CartPole-v1"), 3, **backend) as envs:
+            assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+            envs.reset(seed=1)
+            is_over = np.zeros(3, np.bool_)
+            num_restarts = 0
+            for _ in range(60):
+                _, rewards, terminations, truncations, _ = envs.step(np.zeros(3, np.int64))
+                assert not (terminations | truncations)[is_over].any()
+                assert (rewards == np.where(is_over, 0.0, 1.0)).all()
+                num_restarts += int(is_over.sum())
+                is_over = terminations | truncations
+        assert num_restarts > 3
+
+    def test_infos_have_a_value_and_a_mask_per_environment(self, backend: Backend) -> None:
+        pytest.importorskip("envpool")
+        from clusterenv.adapters.envpool import EnvPool
+
+        with ClusterEnv(EnvPool("CartPole-v1"), 3, **backend) as envs:
+            for infos in (envs.reset(seed=1)[1], envs.step(np.zeros(3, np.int64))[4]):
+                assert "elapsed_step" in infos
+                for key, value in infos.items():
+                    assert len(value) == 3
+                    assert key.startswith("_") or infos[f"_{key}"].tolist() == [True] * 3
+
+    def test_the_same_seed_gives_the_same_episodes_and_other_seeds_others(self, backend: Backend) -> None:
+        pytest.importorskip("envpool")
+        from clusterenv.adapters.envpool import EnvPool
+
+        with ClusterEnv(EnvPool("CartPole-v1"), 3, **backend) as envs:
+            first, again, other = (envs.reset(seed=seed)[0] for seed in (1, 1, 5))
+        assert_same(first, again)
+        assert not (first == other).all(axis=1).any()
+        assert len(np.unique(first, axis=0)) == 3
+
+    def test_some_may_be_reset_and_the_others_keep_their_observation(self, backend: Backend) -> None:
+        pytest.importorskip("envpool")
+        from clusterenv.adapters.envpool import EnvPool
+
+        with ClusterEnv(EnvPool("CartPole-v1"), 3, **backend) as envs:
+            envs.reset(seed=1)
+            before = envs.step(np.zeros(3, np.int64))[0]
+            after, infos = envs.reset(options={"reset_mask": np.array([False, False, True])})
+            assert_same(after[:2], before[:2])
+            assert not (after[2] == before[2]).all()
+            assert infos["_elapsed_step"].tolist() == [False, False, True]
