@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clusterenv.errors import WireError
 
+_NUMBERS = "biufc"
 
-@dataclass(frozen=True)
-class ShardInfos:
+
+class ShardInfos(NamedTuple):
     """One shard's infos in Gymnasium's vector layout, for environments `[start, stop)`."""
 
     start: int
     stop: int
-    infos: dict[str, Any]
+    infos: Any
 
 
 def merge_infos(shards: Sequence[ShardInfos], num_envs: int) -> dict[str, Any]:
@@ -54,6 +54,8 @@ def _merge(key: str, shards: Sequence[ShardInfos], num_envs: int) -> Any:
                 "for each of them."
             )
         arrays.append(array)
+    if sum(map(len, arrays)) == num_envs and _are_alike(arrays):
+        return np.concatenate(arrays)  # The common case: every shard has it.
     merged = _empty(arrays, num_envs)
     for shard, array in zip(shards, arrays, strict=True):
         if merged.dtype == object and (array.dtype != object or array.ndim > 1):
@@ -64,11 +66,18 @@ def _merge(key: str, shards: Sequence[ShardInfos], num_envs: int) -> Any:
     return merged
 
 
+def _are_alike(arrays: Sequence[NDArray[Any]]) -> bool:
+    first = arrays[0]
+    return first.dtype.kind in _NUMBERS and all(
+        array.dtype == first.dtype and array.shape[1:] == first.shape[1:] for array in arrays
+    )
+
+
 def _empty(arrays: Sequence[NDArray[Any]], num_envs: int) -> NDArray[Any]:
     first = arrays[0]
     if all(array.shape[1:] == first.shape[1:] and array.dtype != object for array in arrays):
         if all(array.dtype == first.dtype for array in arrays):
             return np.zeros((num_envs, *first.shape[1:]), first.dtype)
-        if all(array.dtype.kind in "biufc" for array in arrays):
+        if all(array.dtype.kind in _NUMBERS for array in arrays):
             return np.zeros((num_envs, *first.shape[1:]), np.result_type(*arrays))
     return np.full(num_envs, fill_value=None, dtype=object)

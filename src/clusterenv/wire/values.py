@@ -89,6 +89,8 @@ def _lower(value: Any) -> Any:
         return value if value.isascii() else _lower_text(value)
     if kind is int:
         return value if -(2**63) <= value < 2**64 else _lower_bigint(value)
+    if kind is np.ndarray:
+        return _lower_array(value)
     if kind is dict:
         if all(type(key) is str and key.isascii() for key in value):
             return {key: _lower(item) for key, item in value.items()}
@@ -156,7 +158,7 @@ def _lower_bigint(value: int) -> msgspec.msgpack.Ext:
 
 def _lower_array(value: np.ndarray) -> Any:
     if value.dtype.kind in _PLAIN_KINDS:
-        return _ext(_ARRAY, [value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()])
+        return _ext(_ARRAY, [value.dtype.str, value.shape, value.tobytes()])
     if value.dtype.kind == "O":
         return _ext(_OBJECTS, [value.shape, [_lower(item) for item in value.ravel()]])
     return _lower_remote(value)
@@ -180,6 +182,8 @@ def _raise(code: int, data: memoryview) -> Any:
     if code == _SURROGATES:
         return bytes(data).decode(errors="surrogatepass")
     tree = _decoder.decode(data)
+    if code == _ARRAY:
+        return _raise_array(*tree)
     if code == _REMOTE:
         type_name, text = tree
         warnings.warn(
