@@ -28,7 +28,7 @@ from benchmarks.step import Progress
 from benchmarks.training import RULES, describe_settings
 
 STEPS = 200_000
-SEEDS = (1, 2, 3, 4, 5)
+SEEDS = (11, 12, 13, 14, 15)  # The settings of the learner were chosen on seed 1: these are fresh.
 
 
 class RunFailed(Exception):
@@ -78,7 +78,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rules", nargs="+", choices=list(RULES), default=list(RULES), help="only these (default: all)"
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="SEED", help="default: 1 to 5")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="SEED", help="default: 11 to 15")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"environment steps of a run (default: {STEPS})")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time (default: 2)")
     parser.add_argument(

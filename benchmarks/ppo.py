@@ -32,9 +32,9 @@ class PpoConfig:
     """
 
     decoupled: bool
-    learning_rate: float = 2.5e-4
+    learning_rate: float = 1e-3  # Few updates, each on thousands of steps: smaller ones do not finish learning.
     epochs: int = 4
-    minibatch_size: int = 250
+    minibatch_size: int = 500
     discount: float = 0.99
     trace: float = 0.95
     clip: float = 0.2

@@ -55,6 +55,11 @@ RULES: Mapping[str, Rule] = {
         decoupled=True,
         make=lambda _: AdaptiveSync(threshold=THRESHOLD),
     ),
+    "adaptive-bare": Rule(
+        label=f"AdaptiveSync({THRESHOLD}, plateau=None), decoupled PPO",
+        decoupled=True,
+        make=lambda _: AdaptiveSync(threshold=THRESHOLD, plateau=None),
+    ),
     "periodic": Rule(label="PeriodicSync, decoupled PPO", decoupled=True, make=make_periodic, needs_period=True),
     "adaptive-plain": Rule(
         label=f"AdaptiveSync({THRESHOLD}), plain PPO",

@@ -189,3 +189,10 @@ def _unused(names: set[str]) -> list[str]:
         except OSError:
             continue
     return sorted(name for name in names if f"/dev/shm/{name}" not in used and os.path.exists(f"/dev/shm/{name}"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where everything is installed (CI), a skipped test is a failed one."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CLUSTERENV_NO_SKIPS") and reporter is not None and reporter.stats.get("skipped"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

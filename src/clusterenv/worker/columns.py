@@ -99,9 +99,14 @@ class Columns:
 
     Attributes:
         put: Writes one environment's observation into its row; raises `SpaceMismatch` if it does not fit the space.
+        flat: All rows as one line of memory, if an observation is a vector: `flat[slices[row]] = observation` is the
+            fastest way to write one, and refuses another dtype or length. None if there is no such way.
+        slices: Where each row lies in `flat`.
         waits: Whether observations are best kept until all are there, for `put_all`. Large ones are written at once,
             while they are in the cache.
     """
+
+    flat: memoryview | None
 
     def __init__(self, layout: Layout, planes: list[NDArray[Any] | None], num_rows: int) -> None:
         self._layout = layout
@@ -109,7 +114,11 @@ class Columns:
             ObjectColumn(num_rows) if plane is None else ArrayColumn(leaf, plane)
             for leaf, plane in zip(layout.leaves, planes, strict=True)
         ]
-        self.waits = sum(leaf.row_bytes for leaf in layout.leaves) <= _SMALL_BYTES
+        self._has_vectors = layout.is_single and len(layout.leaves[0].shape) == 1
+        size = layout.leaves[0].shape[0] if self._has_vectors else 0
+        self.slices = [slice(row * size, (row + 1) * size) for row in range(num_rows)]
+        self.waits = not self._has_vectors and sum(leaf.row_bytes for leaf in layout.leaves) <= _SMALL_BYTES
+        self._flatten(planes)
         # The common case, one array, without a detour.
         self.put: Callable[[int, Any], None] = self._columns[0].put if layout.is_single else self._put_parts
 
@@ -140,6 +149,18 @@ class Columns:
             if isinstance(column, ArrayColumn):
                 assert array is not None
                 column.retarget(array)
+        self._flatten(arrays)
+
+    def do_without_flat(self) -> None:
+        """Write by `put` from now on: an environment returns another dtype than its space has, which must be cast."""
+        self._has_vectors, self.flat = False, None
+
+    def _flatten(self, arrays: Sequence[NDArray[Any] | None]) -> None:
+        array = arrays[0] if self._has_vectors else None
+        if array is None or not array.size:
+            self.flat = None
+        else:
+            self.flat = memoryview(array.reshape(-1))  # type: ignore[arg-type]  # an array is a buffer
 
     def objects(self) -> list[list[Any]]:
         """Return the columns that have no fixed size."""

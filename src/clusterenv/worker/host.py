@@ -155,8 +155,8 @@ class EnvHost:
     # lists, flags are written only where they are true, and rewards once per step.
 
     def _step_next(self, actions: Iterable[Any]) -> Infos:
-        put, pending, infos = self._put, self._pending, Infos()
-        rewards: list[Any] = [0.0] * self._rows
+        put, flat, slices, pending = self._put, self._columns.flat, self._columns.slices, self._pending
+        infos, rewards = Infos(), [0.0] * self._rows
         terminations, truncations = self._clear_flags()
         row = 0
         try:
@@ -165,12 +165,19 @@ class EnvHost:
                     observation, info = env.reset()
                     pending[row] = False
                 else:
-                    observation, rewards[row], terminated, truncated, info = env.step(action)
+                    observation, rewards[row], terminated, truncated, info = env.step(action)  # type: ignore[call-overload]
                     if terminated:
                         terminations[row] = pending[row] = True
                     if truncated:
                         truncations[row] = pending[row] = True
-                put(row, observation)
+                if flat is None:
+                    put(row, observation)
+                else:
+                    try:
+                        flat[slices[row]] = observation
+                    except (TypeError, ValueError):
+                        self._put_slowly(row, observation)
+                        flat = None
                 if info:
                     add_info(infos, info, row, self._rows)
         except BaseException:
@@ -233,6 +240,11 @@ class EnvHost:
         self._planes.rewards[:] = rewards
         self._write_waiting()
         return infos
+
+    def _put_slowly(self, row: int, observation: Any) -> None:
+        """Write an observation that is not in the space's own dtype, and do so with all others from now on."""
+        self._columns.put(row, observation)
+        self._columns.do_without_flat()
 
     def _write_waiting(self) -> None:
         """Write the observations that were kept back, all at once or, if one does not fit, up to that one."""

@@ -1,0 +1,38 @@
+"""The Python blocks of the README and the docs run as they are."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE), 1)
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_runs(block: str, tmp_path: Path) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(block)
+    # torch's optimisers make a cache directory as soon as they are imported; it is not ours to leave behind.
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch")}
+    result = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=110, cwd=tmp_path, env=environment
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
