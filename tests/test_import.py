@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 
-def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+def run(code: str, **variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | variables
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def test_import_loads_no_framework() -> None:
@@ -15,8 +19,18 @@ def test_import_loads_no_framework() -> None:
     assert not set(loaded) & {"torch", "jax", "ray", "kubernetes", "matplotlib", "envpool", "stable_baselines3"}
 
 
-def test_import_costs_less_than_50_ms_more_than_gymnasium_does() -> None:
-    # gymnasium.vector is loaded by `import gymnasium` already; numpy too.
-    code = "import time, gymnasium; start = time.process_time(); import clusterenv; print(time.process_time() - start)"
-    # The least of several: what others do on this machine only ever adds.
-    assert min(float(run(code)) for _ in range(5)) < 0.050
+def test_import_costs_less_than_50_ms_more_than_gymnasium_does(tmp_path: Path) -> None:
+    code = """
+import time
+start = time.process_time()
+import gymnasium
+middle = time.process_time()
+import clusterenv
+print(middle - start, time.process_time() - middle)
+"""
+    # What is measured is importing, not compiling: the first run fills a cache of its own.
+    costs = [tuple(map(float, run(code, PYTHONPYCACHEPREFIX=str(tmp_path)).split())) for _ in range(8)]
+    # The least of several: what others do on this machine only ever adds. Where all is slow, Gymnasium's own
+    # import, 150 ms on the machine of the benchmarks, tells by how much.
+    gymnasium_s, ours_s = (min(column) for column in zip(*costs, strict=True))
+    assert ours_s < 0.050 * max(1.0, gymnasium_s / 0.150), costs

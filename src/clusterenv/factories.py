@@ -58,7 +58,7 @@ class NativeVector:
 EnvArgument = str | EnvSpec | EnvFactory | Sequence[EnvFactory] | NativeVector
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Factories:
     """How to make the environments of a run.
 

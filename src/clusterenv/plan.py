@@ -12,7 +12,7 @@ from clusterenv.sample import Sample
 from clusterenv.wire.assignment import Assignment, EnvFactory, VectorFactory
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Plan:
     """Makes every worker's assignment.
 

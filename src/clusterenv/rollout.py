@@ -25,7 +25,7 @@ class Transitions(NamedTuple):
     truncated: NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Episodes:
     """The episodes that finished during a rollout, one entry each.
 
@@ -47,7 +47,7 @@ class Episodes:
         return len(self.returns)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Finals:
     """The last observations of finished episodes: what their last actions led to.
 
@@ -62,7 +62,7 @@ class Finals:
     env_indices: NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Rollout:
     """Arrays `[T, N, ...]`: first time, then environment; row i is environment i.
 
@@ -99,6 +99,10 @@ class Rollout:
     divergences: NDArray[np.float64]
     autoreset_mode: AutoresetMode
     stats: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Say what it is, without printing its arrays."""
+        return f"Rollout(num_steps={self.num_steps}, num_envs={self.num_envs}, extras={list(self.extras)})"
 
     @property
     def num_steps(self) -> int:

@@ -15,7 +15,7 @@ from clusterenv.factories import Factories
 ObservationMode = str | tuple[Space[Any], Space[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sample:
     """Spaces and attributes of the environments."""
 

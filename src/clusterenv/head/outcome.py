@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
     results: list[Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Collection:
     """A rollout as the workers made it.
 

@@ -45,7 +45,7 @@ from clusterenv.wire.planes import Planes
 from clusterenv.wire.shared import Bell, HeadDesk, SharedMemory, desks_bytes, planes_memory
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Weights:
     """Where a version's weights lie for all workers to read: shared memory, or a block to send."""
 

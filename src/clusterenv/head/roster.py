@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from clusterenv.errors import WireError
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Member:
     """One worker as the head knows it.
 

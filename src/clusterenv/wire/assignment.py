@@ -13,7 +13,7 @@ EnvFactory = Callable[[], Env[Any, Any]]
 VectorFactory = Callable[[int], "VectorEnv[Any, Any, Any]"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Assignment:
     """What to host, and what the head expects of it.
 

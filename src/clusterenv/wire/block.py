@@ -20,7 +20,7 @@ from clusterenv.wire.messages import ArraySpec
 from clusterenv.wire.values import checked_dtype
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Block:
     """Arrays `[num_steps, num_envs, ...]`.
 
@@ -75,7 +75,7 @@ class Block:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockSpec:
     """What a run's rollouts look like, whatever their length."""
 

@@ -16,7 +16,7 @@ from gymnasium import Space
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Leaf:
     """One column: its place in the tree and, if it has a fixed size, its dtype and the shape of one row."""
 

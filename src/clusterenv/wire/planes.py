@@ -17,7 +17,7 @@ from clusterenv.wire.arrays import ArrayMaker
 from clusterenv.wire.layout import Layout, Leaf
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Planes:
     """Arrays `[num_envs, ...]`, one per leaf of fixed size.
 
