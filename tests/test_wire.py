@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -19,44 +17,41 @@ from hypothesis import strategies as st
 
 from clusterenv import ClusterEnv, LocalLauncher, Timeouts
 from clusterenv.errors import ConfigError, LaunchError, WireError
-from clusterenv.launchers.local import LocalFleet
+from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
 from clusterenv.wire.messages import PROTOCOL, Join
-from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
+from clusterenv.wire.ticket import Ticket
+from tests.launchers import OwnLauncher, start_module
 
 
-class KeepTicket:
+class KeepTicket(OwnLauncher):
     """A launcher that starts local workers and remembers their ticket."""
 
-    def launch(self, ticket: Ticket, num_workers: int) -> LocalFleet:
+    def launch(self, ticket: Ticket, num_workers: int) -> ProcessFleet:
         self.ticket = ticket
         return LocalLauncher().launch(ticket, num_workers)
 
 
-class OneRogue:
+class OneRogue(OwnLauncher):
     """A launcher that starts `tests.rogue` in place of the last worker."""
 
-    def launch(self, ticket: Ticket, num_workers: int) -> LocalFleet:
-        fleet = LocalLauncher().launch(ticket, num_workers - 1)
-        log = tempfile.TemporaryFile()  # noqa: SIM115 - the fleet closes it
-        environment = os.environ | {TICKET_VARIABLE: ticket.encode(), WORKER_VARIABLE: str(num_workers - 1)}
-        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-        command = [sys.executable, "-m", "tests.rogue"]
-        fleet.add(subprocess.Popen(command, env=environment, stdout=log, stderr=log), log)
-        return fleet
+    def launch(self, ticket: Ticket, num_workers: int) -> ProcessFleet:
+        def start(worker_index: int, log: BinaryIO) -> subprocess.Popen[bytes]:
+            module = "tests.rogue" if worker_index == num_workers - 1 else "clusterenv.worker"
+            return start_module(module, ticket, worker_index, log)
+
+        return ProcessFleet(start, num_workers)
 
 
-class Impatient:
-    """A launcher whose workers end at once."""
+class Program(OwnLauncher):
+    """A launcher that starts this command in place of each worker."""
 
-    def launch(self, ticket: Ticket, num_workers: int) -> LocalFleet:
-        fleet = LocalFleet()
-        for _ in range(num_workers):
-            log = tempfile.TemporaryFile()  # noqa: SIM115 - the fleet closes it
-            command = [sys.executable, "-c", "import sys; print('no such module here'); sys.exit(3)"]
-            fleet.add(subprocess.Popen(command, stdout=log, stderr=log), log)
-        return fleet
+    def __init__(self, *command: str) -> None:
+        self.command = command
+
+    def launch(self, ticket: Ticket, num_workers: int) -> ProcessFleet:
+        return ProcessFleet(lambda _, log: subprocess.Popen(self.command, stdout=log, stderr=log), num_workers)
 
 
 @contextlib.contextmanager
@@ -158,20 +153,14 @@ def test_a_worker_that_cannot_join_is_told_why(join: Join, reason: str, caplog: 
 
 
 def test_workers_that_end_before_they_join_are_a_launch_error_with_their_log() -> None:
+    impatient = Program(sys.executable, "-c", "import sys; print('no such module here'); sys.exit(3)")
     with pytest.raises(LaunchError, match=r"exit status 3.*(?s:.)*no such module here"):
-        ClusterEnv("CartPole-v1", 2, num_workers=2, launcher=Impatient())
+        ClusterEnv("CartPole-v1", 2, num_workers=2, launcher=impatient)
 
 
 def test_workers_that_never_join_are_a_launch_error_in_time() -> None:
-    class Sleepy:
-        def launch(self, ticket: Ticket, num_workers: int) -> LocalFleet:
-            fleet = LocalFleet()
-            log = tempfile.TemporaryFile()  # noqa: SIM115 - the fleet closes it
-            fleet.add(subprocess.Popen(["sleep", "60"], stdout=log, stderr=log), log)
-            return fleet
-
     with pytest.raises(LaunchError, match=r"Only 0 of 1 workers joined within 0\.5 s"):
-        ClusterEnv("CartPole-v1", 1, num_workers=1, launcher=Sleepy(), timeouts=Timeouts(join_s=0.5))
+        ClusterEnv("CartPole-v1", 1, num_workers=1, launcher=Program("sleep", "60"), timeouts=Timeouts(join_s=0.5))
 
 
 @given(st.binary(max_size=300))

@@ -26,6 +26,12 @@ class Timeouts:
                 raise ConfigError(f"Timeouts.{field.name} must be positive, got {value}.")
 
 
+def thread_variables(threads: int) -> dict[str, str]:
+    """Return the environment variables by which BLAS, OpenMP and torch are told how many threads to use."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    return dict.fromkeys(names, str(threads))
+
+
 def usable_cores() -> int:
     """Count the cores this process may really use: its affinity mask, and its cgroup's quota if it has one."""
     try:

@@ -1,0 +1,27 @@
+"""What tests need to launch workers their own way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import BinaryIO
+
+from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
+
+
+class OwnLauncher:
+    """The rest of a launcher for which only `launch` matters."""
+
+    num_workers: int | None = None
+    route_to: str | None = None
+
+    def render(self, num_workers: int) -> str:
+        return type(self).__name__
+
+
+def start_module(module: str, ticket: Ticket, worker_index: int, log: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start a module of this project, with a worker's ticket."""
+    environment = os.environ | {TICKET_VARIABLE: ticket.encode(), WORKER_VARIABLE: str(worker_index)}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    return subprocess.Popen([sys.executable, "-m", module], env=environment, stdout=log, stderr=log)
