@@ -15,6 +15,7 @@ import zmq
 from clusterenv.wire import messages
 from clusterenv.wire.messages import PROTOCOL, Assign, Join, Ready, Reset, Returned, Step, Stepped, Stop
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
+from clusterenv.wire.versions import installed_versions
 
 NUM_ENVS = 2
 
@@ -29,7 +30,7 @@ def main() -> None:
     socket.curve_secretkey = ticket.secret_key.encode()
     socket.connect(ticket.endpoint)
     index = int(os.environ[WORKER_VARIABLE])
-    socket.send(messages.encode(Join(PROTOCOL, index, os.getpid(), "rogue")))
+    socket.send(messages.encode(Join(PROTOCOL, index, os.getpid(), "rogue", installed_versions())))
     rows: list[Any] = [
         np.full((NUM_ENVS, 4), 7, np.float32),
         np.zeros(NUM_ENVS),
@@ -47,7 +48,7 @@ def main() -> None:
             socket.send(b"")
             socket.send(b"\x80\x04 this is a pickle, perhaps")
             socket.send(messages.encode(request))  # the head's own words back
-            socket.send(messages.encode(Join(PROTOCOL, 0, 1, "an impostor")))
+            socket.send(messages.encode(Join(PROTOCOL, 0, 1, "an impostor", installed_versions())))
             socket.send(messages.encode(Stepped(request.call - 1, None, None)))  # an answer to another call
             socket.send(messages.encode(Returned(request.call + 1, b"")))
             socket.send(truth)  # no arrays

@@ -22,6 +22,7 @@ from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
 from clusterenv.wire.messages import PROTOCOL, Join
 from clusterenv.wire.ticket import Ticket
+from clusterenv.wire.versions import installed_versions
 from tests.launchers import OwnLauncher, start_module
 
 
@@ -102,7 +103,7 @@ def test_a_connection_without_the_runs_key_is_refused_and_logged(caplog: pytest.
         ticket = launcher.ticket
         keys = {"curve_serverkey": ticket.head_key.encode(), "curve_publickey": public, "curve_secretkey": secret}
         with dealer(ticket.endpoint, **keys) as socket:
-            socket.send(messages.encode(Join(PROTOCOL, 0, 1, "stranger")), zmq.NOBLOCK)
+            socket.send(messages.encode(Join(PROTOCOL, 0, 1, "stranger", installed_versions())), zmq.NOBLOCK)
             step_until_logged(envs, caplog, "does not hold this run's key")
         assert "stranger" not in caplog.text
 
@@ -116,7 +117,7 @@ def test_a_plain_connection_is_never_heard(caplog: pytest.LogCaptureFixture) -> 
     ):
         # Once the head has hung up there is nobody to send to, and a plain `send` would wait for ever.
         with contextlib.suppress(zmq.Again):
-            socket.send(messages.encode(Join(PROTOCOL, 0, 1, "stranger")), zmq.NOBLOCK)
+            socket.send(messages.encode(Join(PROTOCOL, 0, 1, "stranger", installed_versions())), zmq.NOBLOCK)
         envs.reset(seed=1)
         for _ in range(50):
             envs.step(np.zeros(2, dtype=np.int64))
@@ -126,9 +127,9 @@ def test_a_plain_connection_is_never_heard(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.parametrize(
     ("join", "reason"),
     [
-        (Join(PROTOCOL, 0, 1, "twin"), "has joined already"),
-        (Join(PROTOCOL, 7, 1, "surplus"), "there is no worker 7"),
-        (Join(PROTOCOL + 1, 0, 1, "newer"), "install the head's clusterenv there"),
+        (Join(PROTOCOL, 0, 1, "twin", installed_versions()), "has joined already"),
+        (Join(PROTOCOL, 7, 1, "surplus", installed_versions()), "there is no worker 7"),
+        (Join(PROTOCOL + 1, 0, 1, "newer", installed_versions()), "install the head's clusterenv there"),
     ],
     ids=["a twin", "a number too high", "another protocol"],
 )

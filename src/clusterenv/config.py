@@ -18,6 +18,7 @@ class Timeouts:
     join_s: float = 300.0  # Cluster queues are slow; an interactive user presses Ctrl-C.
     call_s: float = 300.0  # One reset() of a whole shard may load many simulators one after another.
     close_s: float = 5.0  # Workers close their environments first; after this they are killed.
+    silence_s: float = 10.0  # Not of an environment at work: of the worker's network, machine or process as a whole.
 
     def __post_init__(self) -> None:
         for field in fields(self):

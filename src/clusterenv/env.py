@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from clusterenv.actions import ActionWriter, is_batch
 from clusterenv.adapters import as_policy
-from clusterenv.config import Timeouts, usable_cores
+from clusterenv.config import Timeouts
 from clusterenv.errors import ConfigError
 from clusterenv.factories import EnvArgument, resolve
 from clusterenv.head.conductor import Conductor
@@ -28,7 +28,7 @@ from clusterenv.policy.sync import AdaptiveSync, SyncRule
 from clusterenv.resets import checked_mask, spread_seed
 from clusterenv.rollout import Rollout
 from clusterenv.sample import ObservationMode, Sample, take_sample
-from clusterenv.start import check_transport, start_workers
+from clusterenv.start import check_transport, count_workers, start_workers
 from clusterenv.wire.layout import Layout
 
 Stepped = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
@@ -57,6 +57,8 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
         env_kwargs: dict[str, Any] | None = None,
         sync: SyncRule | None = None,
         timeouts: Timeouts | None = None,
+        listen: str | None = None,
+        advertise: str | None = None,
     ) -> None:
         """Start the workers and make the environments; returns when all are ready.
 
@@ -64,21 +66,22 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
             env: An environment's id, an `EnvSpec`, a factory, a sequence of factories (exactly `SyncVectorEnv`'s first
                 argument; they may differ), or a `NativeVector`.
             num_envs: How many environments; 1 by default, or as many as there are factories.
-            num_workers: How many processes share the environments out; by default one per usable core, at
-            most `num_envs`.
-                0 runs everything in this very process: for breakpoints, and for environments so cheap
-                that nothing is won.
+            num_workers: How many processes share the environments out; by default as many as the launcher is for, or
+                one per usable core, at most `num_envs`. 0 runs everything in this very process: for breakpoints, and
+                for environments so cheap that nothing is won.
             launcher: Where workers are started; by default as children of this process.
             transport: "auto" uses shared memory for every worker that can reach it and ZeroMQ for the others; "shm" and
                 "zmq" insist on one.
             autoreset_mode: What happens when an episode ends, as in Gymnasium.
             observation_mode: How observation spaces are batched, as in Gymnasium.
-            copy: Whether `reset` and `step` return observations of the caller's own. False saves the
-            copy, and the arrays
-                change with the next step.
+            copy: Whether `reset` and `step` return observations of the caller's own. False saves the copy, and the
+                arrays change with the next step.
             env_kwargs: Arguments for `gymnasium.make`, with an id or a spec.
             sync: When a policy on the workers takes the learner's newest weights; `AdaptiveSync()` by default.
             timeouts: How long to wait for workers to join, answer and end.
+            listen: The head's own address for workers to come in by, "HOST" or "HOST:PORT"; by default the one that
+                routes to the launcher's hosts (this machine's loopback for local workers), and a random port.
+            advertise: What workers are told, if it differs: behind a NAT, or with a forwarded port.
 
         Raises:
             ConfigError: An argument is wrong, or a factory cannot be sent to a worker.
@@ -89,7 +92,8 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
         factories = resolve(env, num_envs, env_kwargs)
         check_transport(transport)
         self.num_envs = factories.num_envs
-        self.num_workers = _count_workers(num_workers, self.num_envs)
+        launcher = launcher or LocalLauncher()
+        self.num_workers = count_workers(num_workers, self.num_envs, launcher)
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.observation_mode = observation_mode
         self.copy = copy
@@ -112,11 +116,12 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
             self._backend = Inline(plan.assignment(0, self.num_envs))
         else:
             self._backend, plan = start_workers(
-                launcher or LocalLauncher(),
+                launcher,
                 self.num_envs,
                 self.num_workers,
                 transport,
                 timeouts or Timeouts(),
+                (listen, advertise),
                 make_plan,
             )
         self._adopt(plan.sample)
@@ -384,13 +389,3 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
         return self._observation_layout.nest(
             [tuple(next(objects)) if plane is None else plane.copy() if self.copy else plane for plane in planes]
         )
-
-
-def _count_workers(num_workers: int | None, num_envs: int) -> int:
-    if num_workers is None:
-        return min(usable_cores(), num_envs)
-    if not isinstance(num_workers, int) or num_workers < 0:
-        raise ConfigError(f"num_workers must be an int of at least 0, got {num_workers!r}.")
-    if num_workers > num_envs:
-        raise ConfigError(f"num_workers={num_workers}, but there are only {num_envs} environments to share out.")
-    return num_workers

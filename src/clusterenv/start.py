@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from clusterenv.config import Timeouts, split_shards
+from clusterenv.config import Timeouts, split_shards, usable_cores
 from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.factories import pickle_code
 from clusterenv.head.hub import Hub
@@ -12,6 +12,7 @@ from clusterenv.head.remote import Remote
 from clusterenv.launchers.base import Launcher
 from clusterenv.plan import Plan
 from clusterenv.wire import semaphore
+from clusterenv.wire.address import choose_addresses
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.zeromq import HeadSocket
 
@@ -26,12 +27,24 @@ def check_transport(transport: str) -> None:
         raise ConfigError("transport='shm' needs Linux; use 'auto' or 'zmq' here.")
 
 
+def count_workers(num_workers: int | None, num_envs: int, launcher: Launcher) -> int:
+    """Return how many workers there will be, where the user may have left that open."""
+    if num_workers is None:
+        return min(launcher.num_workers or usable_cores(), num_envs)
+    if not isinstance(num_workers, int) or num_workers < 0:
+        raise ConfigError(f"num_workers must be an int of at least 0, got {num_workers!r}.")
+    if num_workers > num_envs:
+        raise ConfigError(f"num_workers={num_workers}, but there are only {num_envs} environments to share out.")
+    return num_workers
+
+
 def start_workers(
     launcher: Launcher,
     num_envs: int,
     num_workers: int,
     transport: str,
     timeouts: Timeouts,
+    addresses: tuple[str | None, str | None],
     make_plan: Callable[[], Plan],
 ) -> tuple[Remote, Plan]:
     """Launch workers and give each its shard; returns when all environments are made.
@@ -42,10 +55,11 @@ def start_workers(
         num_workers: Among whom they are shared out.
         transport: One of `TRANSPORTS`.
         timeouts: How long to wait.
+        addresses: Where the user wants the head to listen, and what to tell the workers.
         make_plan: Makes the plan. It is called while the workers are coming up, so it may take its time.
     """
     shards = split_shards(num_envs, num_workers)
-    socket = HeadSocket()
+    socket = HeadSocket(*choose_addresses(*addresses, launcher.route_to), timeouts.silence_s)
     try:
         fleet = launcher.launch(socket.ticket, num_workers)
     except BaseException:

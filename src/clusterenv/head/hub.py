@@ -12,21 +12,27 @@ import zmq
 from numpy.typing import NDArray
 
 from clusterenv.config import Timeouts
-from clusterenv.errors import CallTimeout, LaunchError, WireError, WorkerFailed, WorkerLost
+from clusterenv.errors import CallTimeout, WireError, WorkerFailed
+from clusterenv.head.door import Door, log_of
 from clusterenv.head.failure import rebuild
+from clusterenv.head.outcome import Lost
 from clusterenv.head.roster import Member, Roster
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
-from clusterenv.wire.messages import PROTOCOL, Failed, Join, Refused, Reply, Request, Stepped, Stop
+from clusterenv.wire.messages import Failed, Join, Part, Ping, Reply, Request, Stepped, Stop
 from clusterenv.wire.shared import Bell, HeadDesk
 from clusterenv.wire.zeromq import HeadSocket
 
 log = logging.getLogger(__name__)
 
 _SLICE_S = 0.1  # How long to sleep at most before looking whether a worker has died.
+_SUSPICION_S = 3.0  # After a connection has ended, how long to go on asking whose it was.
+_SETTLE_S = 1e-3
+_LAST_WORDS_S = 1.0  # How long the launcher gets to say how a worker ended whose connection has.
 
 Landing = Callable[[Member, Reply], Sequence[NDArray[Any]]]
+Answer = tuple[Member, "Reply | Lost"]
 
 
 def _no_arrays(member: Member) -> Sequence[Any]:
@@ -38,7 +44,7 @@ class Hub:
 
     Attributes:
         members: The workers, in the order of their environments.
-        bell: Rings when the last worker that shares memory has answered.
+        bell: Rings when the last worker that shares memory has answered. It wakes the head; what it says is checked.
         landing: Says into which arrays the frames that come with a reply belong.
     """
 
@@ -48,14 +54,17 @@ class Hub:
         self._socket = socket
         self._fleet = fleet
         self._roster = Roster(shards)
+        self._door = Door(socket, fleet, self._roster)
         self.members = self._roster.members
         self._timeouts = timeouts
         self._desks: list[HeadDesk | None] = [None] * len(shards)
-        self._replies: list[Reply | None] = [None] * len(shards)
+        self._replies: list[Reply | Lost | None] = [None] * len(shards)
+        self._cut_since: dict[int, float] = {}
+        self._suspicious_until = 0.0
         self._call = 0
-        self._num_desks = 0
         self._is_plain = False
         self._is_open = False
+        self._awaits_bell = False
         self._owner_pid = os.getpid()
 
     def shares_memory(self, member: Member) -> bool:
@@ -66,28 +75,27 @@ class Hub:
         """From now on talk to this worker over shared memory."""
         self._desks[member.index] = desk
 
+    @property
+    def all_share_memory(self) -> bool:
+        """Whether every worker is here, and sees the same arrays as the head."""
+        return None not in self._desks
+
     def gather_workers(self) -> None:
         """Wait until every worker has joined.
 
         Raises:
             LaunchError: A worker ended instead, or they took too long.
         """
-        deadline = time.monotonic() + self._timeouts.join_s
-        while missing := [member for member in self.members if member.peer is None]:
-            self._pump(_SLICE_S)
-            exits = self._fleet.exits()
-            for member in missing:
-                if member.peer is None and member.index in exits:
-                    raise LaunchError(
-                        f"Worker {member.index} ended ({exits[member.index]}) before it joined. {self._log_of(member)}"
-                    )
-            if time.monotonic() > deadline:
-                names = ", ".join(str(member.index) for member in missing)
-                raise LaunchError(
-                    f"Only {len(self.members) - len(missing)} of {len(self.members)} workers joined within "
-                    f"{self._timeouts.join_s:g} s. Missing: {names}. {self._log_of(missing[0])} "
-                    f"Workers must reach {self._socket.ticket.endpoint}; Timeouts(join_s=...) gives them longer."
-                )
+        self._door.await_members(self._pump, self.members, self._timeouts.join_s)
+
+    def restart(self, member: Member) -> None:
+        """Start a worker that was lost once more, and wait until it has joined.
+
+        Raises:
+            LaunchError: It cannot be started, ended again, or took too long.
+        """
+        self._fleet.restart(member.index)
+        self._door.await_members(self._pump, [member], self._timeouts.join_s)
 
     def start(
         self,
@@ -121,11 +129,6 @@ class Hub:
         for member in self.members:
             self._send(member, frame, arrays(member))
 
-    @property
-    def all_share_memory(self) -> bool:
-        """Whether every worker and the head see the same arrays."""
-        return None not in self._desks
-
     def start_plain_step(self) -> None:
         """Start a step with the actions in the planes, where all workers share memory.
 
@@ -140,14 +143,13 @@ class Hub:
         for desk in self._desks:
             desk.post_plain(call)  # type: ignore[union-attr]  # all have one
 
-    def collect(self, timeout_s: float | None = None) -> list[tuple[Member, Reply]]:
-        """Wait until every worker that owes an answer has given it.
+    def collect(self, timeout_s: float | None = None) -> list[Answer]:
+        """Wait until every worker that owes an answer has given it, or is lost.
 
         Plain answers to a plain step are left out.
 
         Raises:
             CallTimeout: One has not answered in time; `collect` may be called again.
-            WorkerLost: One has died.
             WorkerFailed: An environment or policy raised.
         """
         answers = self._await_answers(self._timeouts.call_s if timeout_s is None else timeout_s)
@@ -168,37 +170,26 @@ class Hub:
         self._fleet.stop(0.0 if terminate else self._timeouts.close_s if timeout_s is None else timeout_s)
         self._socket.close()
 
-    def _await_answers(self, timeout_s: float) -> list[tuple[Member, Reply]]:
+    def _await_answers(self, timeout_s: float) -> list[Answer]:
         if self._is_plain and self._collect_plain(timeout_s):
             self._is_open = False
             return []
         deadline = time.monotonic() + timeout_s
-        while self._num_desks:
-            self._collect_desks(deadline, timeout_s)
         while self._roster.debtors():
-            self._pump(min(_SLICE_S, max(0.0, deadline - time.monotonic())))
-            if self._roster.debtors():
+            slice_s = min(_SLICE_S, max(0.0, deadline - time.monotonic()))
+            if self._awaits_bell:
+                has_news = self._listen(slice_s)
+                self._pump(0.0)
+            else:
+                has_news = self._pump(slice_s)
+            if not has_news:
                 self._check_missing(deadline, timeout_s)
-        pairs = zip(self.members, self._replies, strict=True)
-        answers = [(member, reply) for member, reply in pairs if reply is not None]
+        answers = [
+            (member, reply) for member, reply in zip(self.members, self._replies, strict=True) if reply is not None
+        ]
         self._replies = [None] * len(self.members)
         self._is_open = False
         return answers
-
-    def _finish_abandoned(self) -> None:
-        """Wait for the answers to a call that nobody waits for any more, after Ctrl-C or a timeout, and drop them."""
-        log.warning("waiting for call %d, which was interrupted, before the next one", self._call)
-        self._await_answers(self._timeouts.call_s)
-
-    def _open_call(self, members: Sequence[Member]) -> None:
-        """Number a call and note who owes its answer."""
-        self._is_open = True
-        self._call += 1
-        self._roster.owe(self._call, members)
-        self._num_desks = sum([self._desks[member.index] is not None for member in members])
-        if self._num_desks:
-            assert self.bell is not None, "there is one where there are desks"
-            self.bell.expect(self._num_desks)
 
     def _collect_plain(self, timeout_s: float) -> bool:
         """Wait for plain answers to a plain step; False if not all are there and plain: then it is an ordinary call."""
@@ -212,48 +203,71 @@ class Hub:
             else:
                 return True
         self._roster.owe(self._call, self.members)
-        self._num_desks = 0 if has_rung else len(self._desks)
+        self._awaits_bell = True
         if has_rung:
-            self._take_all()
+            self._take_desks()
         return False
 
-    def _collect_desks(self, deadline: float, timeout_s: float) -> None:
-        """Wait for the workers that share memory, and take the answers once all are there."""
+    def _listen(self, timeout_s: float) -> bool:
+        """Wait for the bell, and take what lies on the desks, whether it has rung or not."""
         assert self.bell is not None, "there is one where there are desks"
-        if not self.bell.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
-            self._check_missing(deadline, timeout_s)
-            return
-        self._num_desks = 0
-        self._take_all()
+        has_rung = self.bell.wait(timeout_s)
+        self._take_desks()
+        if not has_rung and not self._awaits_bell:
+            self.bell.wait(_SETTLE_S)  # The answers are here, so it is about to ring; the next call must not hear that.
+        return has_rung
 
-    def _take_all(self) -> None:
-        for member, desk in zip(self.members, self._desks, strict=True):
-            if desk is not None and member.owes is not None:
-                self._take(member, desk)
+    def _finish_abandoned(self) -> None:
+        """Wait for the answers to a call that nobody waits for any more, after Ctrl-C or a timeout, and drop them."""
+        log.warning("waiting for call %d, which was interrupted, before the next one", self._call)
+        self._await_answers(self._timeouts.call_s)
+
+    def _open_call(self, members: Sequence[Member]) -> None:
+        """Number a call and note who owes its answer; a worker that is not here has given it already."""
+        self._is_open = True
+        self._call += 1
+        present = [member for member in members if member.peer is not None]
+        self._roster.owe(self._call, present)
+        for member in members:
+            if member.peer is None:
+                self._replies[member.index] = Lost("it was lost in an earlier call")
+        num_desks = sum([self._desks[member.index] is not None for member in present])
+        self._awaits_bell = num_desks > 0
+        if num_desks:
+            assert self.bell is not None, "there is one where there are desks"
+            self.bell.expect(num_desks)
 
     def _send(self, member: Member, frame: bytes, arrays: Sequence[Any]) -> None:
+        if member.peer is None:
+            return
         desk = self._desks[member.index]
         if desk is not None:
             if desk.post(frame, self._call):
                 return
             arrays = ()
-        assert member.peer is not None, "all workers have joined"
-        # If it is gone, its exit says so when its answer is waited for.
-        self._socket.send(member.peer, [frame, *arrays])
+        if not self._socket.send(member.peer, [frame, *arrays]):
+            self._suspect(time.monotonic())
 
-    def _take(self, member: Member, desk: HeadDesk) -> None:
-        """Take a worker's reply from its desk; one too large for that comes over the socket, as any other does."""
-        assert member.owes is not None
-        if desk.is_plain(member.owes):
-            self._settle(member, Stepped(member.owes, None, None))
-        elif frame := desk.take(member.owes):
-            self._settle(member, messages.decode_reply(frame))
+    def _take_desks(self) -> None:
+        """Take the replies that lie on desks; one too large for that comes over the socket, as any other does."""
+        self._awaits_bell = False
+        for member, desk in zip(self.members, self._desks, strict=True):
+            if desk is None or member.owes is None:
+                continue
+            if desk.is_plain(member.owes):
+                self._settle(member, Stepped(member.owes, None, None))
+                continue
+            frame = desk.take(member.owes)
+            if frame is None:
+                self._awaits_bell = True
+            elif frame:
+                self._settle(member, messages.decode_reply(frame))
 
-    def _pump(self, timeout_s: float) -> None:
+    def _pump(self, timeout_s: float) -> bool:
         """Deal with one message from the socket, if one comes. Nonsense is logged and harms nobody."""
         received = self._socket.receive(timeout_s)
         if received is None:
-            return
+            return False
         peer, frames = received
         member = self._roster.find(peer)
         try:
@@ -261,7 +275,7 @@ class Hub:
                 raise WireError("an empty message")
             reply = messages.decode_reply(frames[0].buffer)
             if isinstance(reply, Join):
-                self._welcome(peer, reply)
+                self._door.welcome(peer, reply)
             elif member is None:
                 raise WireError(f"{type(reply).__name__} from somebody who has not joined")
             else:
@@ -269,73 +283,70 @@ class Hub:
         except WireError as error:
             # As text: a log handler that keeps the error would keep the whole hub by its traceback.
             log.warning("refused a message from %s: %s", "a stranger" if member is None else member, str(error))
-
-    def _welcome(self, peer: bytes, join: Join) -> None:
-        if join.protocol != PROTOCOL:
-            reason = f"it speaks protocol {join.protocol}, the head {PROTOCOL}: install the head's clusterenv there"
-        else:
-            try:
-                member = self._roster.join(join.worker_index, peer, join.pid, join.hostname)
-            except WireError as error:
-                reason = str(error)
-            else:
-                log.info("%s joined", member)
-                return
-        log.warning("refused a worker (pid %d on %s): %s", join.pid, join.hostname, reason)
-        self._socket.send(peer, [messages.encode(Refused(reason))])
+        return True
 
     def _accept(self, member: Member, reply: Reply, frames: Sequence[zmq.Frame]) -> None:
         assert not isinstance(reply, Join)
         if member.owes != reply.call:
             raise WireError(f"it answers call {reply.call}, but owes {member.owes}")
         fill(() if self.shares_memory(member) else self.landing(member, reply), [frame.buffer for frame in frames])
-        self._settle(member, reply)
+        if isinstance(reply, Part):
+            member.num_parts += reply.count
+        else:
+            self._settle(member, reply)
 
     def _settle(self, member: Member, reply: Reply) -> None:
-        if isinstance(reply, Join):
-            raise WireError(f"worker {member.index} joins a second time")
+        if isinstance(reply, Join | Part):
+            raise WireError(f"{type(reply).__name__} is no answer")
         self._roster.settle(member, reply.call)
         self._replies[member.index] = reply
 
     def _check_missing(self, deadline: float, timeout_s: float) -> None:
-        """Raise if a worker that owes an answer has died, or time is up."""
+        """Note the workers that owe an answer and are lost; raise if time is up for the others."""
+        now = time.monotonic()
         exits = self._fleet.exits()
+        self._find_cut_off(now)
         for member in self._roster.debtors():
-            if member.index not in exits:
-                continue
-            self._take_last_words(member)
-            if member.owes is not None:
-                raise WorkerLost(
-                    f"{str(member).capitalize()}, ended ({exits[member.index]}) while the head waited for it. "
-                    f"{self._log_of(member)}",
-                    worker_index=member.index,
-                    env_indices=member.env_indices,
-                )
-        if time.monotonic() >= deadline:
-            # Answers are taken from the desks when the last is there; who has answered by now is not missing.
-            missing = [member for member in self._roster.debtors() if not self._has_answered(member)]
-            missing = missing or self._roster.debtors()
+            since = self._cut_since.get(member.index, now)
+            if member.index in exits:
+                self._lose(member, f"it ended ({exits[member.index]})")
+            elif now - since > _LAST_WORDS_S:
+                self._lose(member, f"its connection was lost (silent for {self._timeouts.silence_s:g} s, or closed)")
+        if now >= deadline and (missing := self._roster.debtors()):
             raise CallTimeout(
                 f"No answer within {timeout_s:g} s from {'; '.join(str(member) for member in missing)}. "
                 "It may be slow or hang; the call is still pending, and whatever is called next waits for it. Give it "
-                f"longer with Timeouts(call_s=...), or close(). {self._log_of(missing[0])}"
+                f"longer with Timeouts(call_s=...), or close(). {log_of(self._fleet, missing[0])}"
             )
 
-    def _has_answered(self, member: Member) -> bool:
-        desk = self._desks[member.index]
-        return desk is not None and member.owes is not None and desk.has_answered(member.owes)
+    def _find_cut_off(self, now: float) -> None:
+        """Find out whose connection has ended: ZeroMQ says that one has, and then refuses to send to it."""
+        if self._socket.count_hangups():
+            self._suspect(now)
+        if now > self._suspicious_until:
+            return
+        for member in self._roster.debtors():
+            assert member.peer is not None, "who owes is here"
+            if member.index not in self._cut_since and not self._socket.send(member.peer, [messages.encode(Ping())]):
+                self._cut_since[member.index] = now
 
-    def _take_last_words(self, member: Member) -> None:
-        """Take the answer that a worker gave before it ended, if it did."""
-        desk = self._desks[member.index]
-        if desk is not None:
-            self._take(member, desk)
-        if member.owes is not None:
-            self._pump(0.0)
+    def _suspect(self, now: float) -> None:
+        self._suspicious_until = now + _SUSPICION_S
 
-    def _log_of(self, member: Member) -> str:
-        tail = self._fleet.log_tail(member.index)
-        return f"The last lines of its log are:\n{tail}\n" if tail else "Its log is empty."
+    def _lose(self, member: Member, reason: str) -> None:
+        """Give a worker up, unless it has left its answer behind."""
+        self._take_desks()
+        while member.owes is not None and self._pump(0.0):
+            pass
+        if member.owes is None:
+            return
+        self._replies[member.index] = Lost(f"{reason} while the head waited for it. {log_of(self._fleet, member)}")
+        self._roster.lose(member)
+        self._cut_since.pop(member.index, None)
+        if self._desks[member.index] is not None and self.bell is not None:
+            self._desks[member.index] = None
+            # Nobody knows whether it has been counted. The others' answers are found without the bell, if need be.
+            self.bell.silence()
 
     def _raise_failure(self, member: Member, failed: Failed) -> NoReturn:
         is_known = failed.env_index is not None and member.start <= failed.env_index < member.stop

@@ -9,6 +9,12 @@ from typing import Any, NamedTuple
 from clusterenv.wire.block import Block
 
 
+class Lost(NamedTuple):
+    """Stands in a list of answers for that of a worker that died or vanished."""
+
+    reason: str
+
+
 class Outcome(NamedTuple):
     """The part of an answer that has no fixed size; the rest is in the planes.
 

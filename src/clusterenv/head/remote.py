@@ -11,10 +11,10 @@ import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
-from clusterenv.errors import PolicyError, WireError
+from clusterenv.errors import PolicyError, WireError, WorkerLost
 from clusterenv.head.batch import ShardInfos, merge_infos
 from clusterenv.head.hub import Hub
-from clusterenv.head.outcome import Collection, Outcome
+from clusterenv.head.outcome import Collection, Lost, Outcome
 from clusterenv.head.roster import Member
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sketch import Measurement, Sketch
@@ -86,7 +86,6 @@ class Remote:
         self._block: tuple[int, SharedMemory | None, Block] | None = None
         self._block_spec: BlockSpec | None = None
         self._weights: _Weights | None = None
-        self._all_share_memory = False
         hub.landing = self._landing
 
     @property
@@ -107,10 +106,9 @@ class Remote:
         if memory is not None:
             self._hub.bell = Bell(memory.memory, initialise=True)
         self._hub.start(lambda call, m: Assign(call, m.start, m.stop, code(m.start, m.stop), offer))
-        for member, reply in self._hub.collect(timeout_s):
+        for member, reply in self._answers(timeout_s):
             if _expect(Ready, reply).shares_memory:
                 self._hub.use_desk(member, desks[member.index])
-        self._all_share_memory = self._hub.all_share_memory
 
     def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> None:
         """Start resetting the environments, or those in the mask."""
@@ -127,7 +125,7 @@ class Remote:
         Args:
             actions: Anything that can be sliced by environment index; None if they are in the planes already.
         """
-        if actions is None and self._all_share_memory:
+        if actions is None and self._hub.all_share_memory:
             self._hub.start_plain_step()
         elif actions is None:
             self._hub.broadcast(lambda call: Step(call, None), lambda member: self._rows[member.index].actions)
@@ -151,7 +149,7 @@ class Remote:
             WorkerLost: A worker has died.
             WorkerFailed: An environment or policy raised.
         """
-        answers = self._hub.collect(timeout_s)
+        answers = self._answers(timeout_s)
         if not answers:
             return Outcome({}, [], [])
         shards: list[ShardInfos] = []
@@ -193,7 +191,7 @@ class Remote:
         offer = None if memory is None else memory.offer
         pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
         self._hub.broadcast(lambda call: Adopt(call, code, version, offer, num_probes, pickled), lambda _: [block])
-        schemas = {(tuple(a.extras), tuple(a.states)) for _, r in self._hub.collect() for a in [_expect(Adopted, r)]}
+        schemas = {(tuple(a.extras), tuple(a.states)) for _, r in self._answers() for a in [_expect(Adopted, r)]}
         if len(schemas) != 1:
             raise PolicyError(f"The policy returns different extras or states on different workers: {schemas}.")
         ((extras, states),) = schemas
@@ -217,7 +215,7 @@ class Remote:
             return Measure(call, number, sketch.version, sketch.family, values.dumps(sketch.arrays))
 
         self._hub.start(ask, members)
-        answers = ((member, _expect(Measured, reply)) for member, reply in self._hub.collect())
+        answers = ((member, _expect(Measured, reply)) for member, reply in self._answers())
         return {member.index: Measurement(a.divergence, a.standard_error) for member, a in answers}
 
     def decide(self, version: int, pulls: Sequence[bool], arguments: Mapping[str, Any]) -> None:
@@ -248,7 +246,7 @@ class Remote:
         )
         summaries: list[Mapping[str, Any]] = []
         busy_s: list[float] = []
-        for _, reply in self._hub.collect():
+        for _, reply in self._answers():
             collected = _expect(Collected, reply)
             summaries.append(_checked_dict(values.loads(collected.summary)))
             busy_s.append(collected.busy_s)
@@ -259,6 +257,23 @@ class Remote:
         self._hub.close(timeout_s, terminate=terminate)
         for memory in self._memories:
             memory.close()
+
+    def _answers(self, timeout_s: float | None = None) -> list[tuple[Member, Reply]]:
+        """Wait for the answers to the call under way.
+
+        Raises:
+            WorkerLost: There will be none from one of the workers.
+        """
+        answers: list[tuple[Member, Reply]] = []
+        for member, reply in self._hub.collect(timeout_s):
+            if isinstance(reply, Lost):
+                raise WorkerLost(
+                    f"{str(member).capitalize()}, is lost: {reply.reason}",
+                    worker_index=member.index,
+                    env_indices=member.env_indices,
+                )
+            answers.append((member, reply))
+        return answers
 
     def _start_with_weights(self, pulls: Sequence[bool], make: Callable[[int, bool], Collect | Decide]) -> None:
         weights = self._weights

@@ -13,8 +13,10 @@ class Member:
     """One worker as the head knows it.
 
     Attributes:
-        peer: The transport's address of the worker; None until it has joined.
+        peer: The transport's address of the worker; None until it has joined, and when it is lost.
         owes: The number of the call it has not answered yet.
+        num_parts: How many steps of the rollout it owes have come already.
+        losses: How often in a row it was lost, without an answer in between.
     """
 
     index: int
@@ -24,6 +26,8 @@ class Member:
     pid: int | None = None
     hostname: str = ""
     owes: int | None = None
+    num_parts: int = 0
+    losses: int = 0
 
     @property
     def env_indices(self) -> tuple[int, ...]:
@@ -67,10 +71,18 @@ class Roster:
         """Return the worker behind an address, if it has joined."""
         return self._by_peer.get(peer)
 
+    def lose(self, member: Member) -> None:
+        """Note that a worker is gone: whatever still comes from its address is a stranger's."""
+        if member.peer is not None:
+            del self._by_peer[member.peer]
+        member.peer = member.owes = None
+        member.losses += 1
+
     def owe(self, call: int, members: Sequence[Member]) -> None:
         """Note that these workers now owe an answer to this call."""
         for member in members:
             member.owes = call
+            member.num_parts = 0
 
     def settle(self, member: Member, call: int) -> None:
         """Note that a worker has answered.
@@ -81,7 +93,12 @@ class Roster:
         if member.owes != call:
             raise WireError(f"worker {member.index} answered call {call}, but owes {member.owes}")
         member.owes = None
+        member.losses = 0
 
     def debtors(self) -> list[Member]:
         """Return the workers that still owe an answer."""
         return [member for member in self.members if member.owes is not None]
+
+    def missing(self) -> list[Member]:
+        """Return the workers that have not joined."""
+        return [member for member in self.members if member.peer is None]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from clusterenv.errors import WireError
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
-from clusterenv.wire.messages import Adopt, Collect, Decide, Join, Reply, Request, Step, Stepped, Stop
+from clusterenv.wire.messages import Adopt, Collect, Decide, Join, Ping, Reply, Request, Step, Stepped, Stop
 from clusterenv.wire.shared import WorkerDesk
 from clusterenv.wire.zeromq import WorkerSocket
 
@@ -51,10 +51,13 @@ class Channel:
             if frame:
                 return messages.decode_request(frame)
             timeout_s = 60.0  # The head has said that it is sending it.
-        frames = self._socket.receive(timeout_s)
-        if frames is None:
-            return None
-        request = messages.decode_request(frames[0].buffer)
+        while True:
+            frames = self._socket.receive(timeout_s)
+            if frames is None:
+                return None
+            request = messages.decode_request(frames[0].buffer)
+            if self._desk is None or not isinstance(request, Ping):  # Pings may lie here from long ago.
+                break
         self._take_arrays(request, [frame.buffer for frame in frames[1:]])
         return request
 

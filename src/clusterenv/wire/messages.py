@@ -14,7 +14,7 @@ import msgspec
 
 from clusterenv.errors import WireError
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -128,13 +128,30 @@ class Decide(_Message, tag=11, frozen=True):
     arguments: bytes | None  # cloudpickle: per-call values
 
 
-class Join(_Message, tag=20, frozen=True):
-    """Worker to head: here I am."""
+class Ping(_Message, tag=12, frozen=True):
+    """Head to worker: nothing. It is sent to find out whether there is still somebody to send to."""
+
+
+class Part(_Message, tag=28, frozen=True):
+    """Worker to head: some steps of the rollout under way, as frames, while the rest is being made."""
+
+    call: int
+    first: int
+    count: int
+
+
+class Join(msgspec.Struct, tag=20, frozen=True, array_like=True):
+    """Worker to head: here I am.
+
+    The one message that must be readable to a head of another version, so that the worker can be told: its fields are
+    never changed, only added to, and fields that are not known are passed over.
+    """
 
     protocol: int
     worker_index: int
     pid: int
     hostname: str
+    versions: dict[str, str] = {}
 
 
 class Ready(_Message, tag=21, frozen=True):
@@ -194,8 +211,10 @@ class Collected(_Message, tag=27, frozen=True):
     busy_s: float
 
 
-Request: TypeAlias = Assign | Reset | Step | Invoke | SetAttribute | Stop | Refused | Adopt | Measure | Collect | Decide
-Reply: TypeAlias = Join | Ready | Stepped | Returned | Failed | Adopted | Measured | Collected
+Request: TypeAlias = (
+    Assign | Reset | Step | Invoke | SetAttribute | Stop | Refused | Adopt | Measure | Collect | Decide | Ping
+)
+Reply: TypeAlias = Join | Ready | Stepped | Returned | Failed | Adopted | Measured | Collected | Part
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -14,12 +14,16 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from clusterenv.errors import ConfigError
+from clusterenv.wire.address import Address
 from clusterenv.wire.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES = 1 << 31
-_HEARTBEAT_MS = 2_000
+_HEARTBEAT_MS = 1_000
+_HANDSHAKE_MS = 10_000  # Whoever connects and says nothing is sent away after this.
+_WORKER_SILENCE_MS = 30_000  # A head that says nothing for this long is gone, or cut off.
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 Frames = list[zmq.Frame]
@@ -28,7 +32,17 @@ Frames = list[zmq.Frame]
 class HeadSocket:
     """Listens for workers; knows them by routing ids that ZeroMQ chooses, so no worker can claim another's."""
 
-    def __init__(self, address: str = "127.0.0.1") -> None:
+    def __init__(self, listen: Address, advertise: Address, silence_s: float) -> None:
+        """Listen.
+
+        Args:
+            listen: The interface and port to bind; port 0 takes a free one.
+            advertise: What the ticket says; port 0 stands for the one that was bound.
+            silence_s: A worker from which nothing came for this long, not even ZeroMQ's own heartbeat, is cut off.
+
+        Raises:
+            ConfigError: The address cannot be bound.
+        """
         head_public, head_secret = zmq.curve_keypair()
         worker_public, worker_secret = zmq.curve_keypair()
         self._worker_key = bytes(z85.decode(worker_public))
@@ -39,18 +53,31 @@ class HeadSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.router_mandatory = True
+        self._socket.ipv6 = ":" in listen.host
         self._socket.maxmsgsize = _MAX_MESSAGE_BYTES
+        self._socket.handshake_ivl = _HANDSHAKE_MS
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
+        self._socket.heartbeat_timeout = int(silence_s * 1000)
         self._socket.curve_server = True
         self._socket.curve_publickey = head_public
         self._socket.curve_secretkey = head_secret
         self._socket.zap_domain = b"clusterenv"
-        port = self._socket.bind_to_random_port(f"tcp://{address}")
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._events.linger = 0
+        try:
+            self._socket.bind(f"tcp://{listen}")  # ZeroMQ, too, reads port 0 as any that is free.
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"Cannot listen on {listen}: {error}. Pass ClusterEnv(listen=...): an address of this machine, and a "
+                "port that is free, or none for a random one."
+            ) from error
+        port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._keeper, zmq.POLLIN)
         self.ticket = Ticket(
-            endpoint=f"tcp://{address}:{port}",
+            endpoint=f"tcp://{Address(advertise.host, advertise.port or port)}",
             head_key=head_public.decode(),
             public_key=worker_public.decode(),
             secret_key=worker_secret.decode(),
@@ -82,8 +109,18 @@ class HeadSocket:
                 return peer.bytes, frames
         return None
 
+    def count_hangups(self) -> int:
+        """Return how many connections have ended since the last time; ZeroMQ does not say whose."""
+        count = 0
+        while self._events.poll(0):
+            self._events.recv_multipart()
+            count += 1
+        return count
+
     def close(self) -> None:
         """Close at once; nothing is waited for."""
+        self._socket.disable_monitor()
+        self._events.close(linger=0)
         self._socket.close(linger=0)
         self._keeper.close(linger=0)
         self._context.term()
@@ -99,17 +136,28 @@ class HeadSocket:
 
 
 class WorkerSocket:
-    """Connects to the head named in the ticket, and to nobody else."""
+    """Connects to the head named in the ticket, and to nobody else.
+
+    Attributes:
+        events: Tells of connections made, refused and ended; for one other thread to listen to, and to close.
+    """
 
     def __init__(self, ticket: Ticket) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
+        self._socket.ipv6 = "[" in ticket.endpoint
         self._socket.maxmsgsize = _MAX_MESSAGE_BYTES
-        self._socket.heartbeat_ivl = _HEARTBEAT_MS
+        if ticket.parent_pid is None:
+            # A child watches its parent instead, which may be stopped in a debugger or by Ctrl-Z for hours.
+            self._socket.heartbeat_ivl = _HEARTBEAT_MS
+            self._socket.heartbeat_timeout = _WORKER_SILENCE_MS
         self._socket.curve_serverkey = ticket.head_key.encode()
         self._socket.curve_publickey = ticket.public_key.encode()
         self._socket.curve_secretkey = ticket.secret_key.encode()
+        self.events = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+        )
         self._socket.connect(ticket.endpoint)
 
     def send(self, frames: Sequence[Any]) -> None:
@@ -124,5 +172,6 @@ class WorkerSocket:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close, giving what was sent last this long to leave."""
+        self._socket.disable_monitor()
         self._socket.close(linger=int(linger_s * 1000))
         self._context.term()

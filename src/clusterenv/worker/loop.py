@@ -14,13 +14,16 @@ from clusterenv.wire.arrays import allocate, carver
 from clusterenv.wire.assignment import Assignment
 from clusterenv.wire.channel import Channel
 from clusterenv.wire.layout import Layout
-from clusterenv.wire.messages import PROTOCOL, Assign, Failed, Join, Ready, Refused, Stop
+from clusterenv.wire.link import Link
+from clusterenv.wire.messages import PROTOCOL, Assign, Failed, Join, Ping, Ready, Refused, Stop
 from clusterenv.wire.planes import Planes
 from clusterenv.wire.shared import WorkerDesk, open_offer, planes_memory
 from clusterenv.wire.ticket import Ticket
+from clusterenv.wire.versions import installed_versions
 from clusterenv.wire.zeromq import WorkerSocket
 from clusterenv.worker.answers import Answers, ShardRequest, unpickle
 from clusterenv.worker.shard import Shard
+from clusterenv.worker.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -28,38 +31,53 @@ _LOOK_UP_S = 1.0  # How often an idle worker checks that its head still lives.
 
 
 def run_worker(ticket: Ticket, worker_index: int) -> None:
-    """Join the head and serve it until it says stop or is gone."""
+    """Join the head and serve it until it says stop or is gone.
+
+    The head knows a worker by its connection. If that is lost while the head lives on, the worker's environments are
+    lost to the head too: the worker throws them away and joins again, as if new.
+    """
+    while _serve_once(ticket, worker_index):
+        log.warning("the connection to the head was lost: worker %d joins again, as a new one", worker_index)
+
+
+def _serve_once(ticket: Ticket, worker_index: int) -> bool:
+    """Serve as long as one connection lasts; returns whether to try another."""
     socket = WorkerSocket(ticket)
-    worker = _Worker(ticket, Channel(socket))
+    watchdog = Watchdog(Link(socket.events, ticket.endpoint), ticket.parent_pid)
+    worker = _Worker(watchdog, Channel(socket), worker_index)
     try:
-        worker.join(worker_index)
+        worker.join()
         worker.serve()
     finally:
-        worker.close()
-        socket.close(linger_s=1.0)
+        try:
+            worker.close()
+        finally:
+            watchdog.stop()
+            socket.close(linger_s=1.0)
+    return worker.was_cut_off
 
 
 class _Worker:
-    def __init__(self, ticket: Ticket, channel: Channel) -> None:
-        self._ticket = ticket
+    def __init__(self, watchdog: Watchdog, channel: Channel, worker_index: int) -> None:
+        self.was_cut_off = False
+        self._watchdog = watchdog
         self._channel = channel
         self._shard: Shard | None = None
         self._answers: Answers | None = None
         self._start = 0
-        self._worker_index = -1
-
-    def join(self, worker_index: int) -> None:
         self._worker_index = worker_index
-        self._channel.send(
-            Join(protocol=PROTOCOL, worker_index=worker_index, pid=os.getpid(), hostname=sockets.gethostname())
-        )
+
+    def join(self) -> None:
+        self._channel.send(Join(PROTOCOL, self._worker_index, os.getpid(), sockets.gethostname(), installed_versions()))
 
     def serve(self) -> None:
         while True:
             request = self._channel.receive(_LOOK_UP_S)
             if request is None:
-                if self._is_orphaned():
-                    log.info("the head is gone: worker %d ends", self._worker_index)
+                if self._watchdog.head_is_gone:
+                    return
+                if self._watchdog.connection_was_lost:
+                    self.was_cut_off = True
                     return
             elif isinstance(request, Stop):
                 return
@@ -67,15 +85,12 @@ class _Worker:
                 raise SystemExit(f"The head refused this worker: {request.reason}")
             elif isinstance(request, Assign):
                 self._take(request)
-            else:
+            elif not isinstance(request, Ping):
                 self._answer(request)
 
     def close(self) -> None:
         if self._shard is not None:
             self._shard.host.close()
-
-    def _is_orphaned(self) -> bool:
-        return self._ticket.parent_pid is not None and os.getppid() != self._ticket.parent_pid
 
     def _take(self, request: Assign) -> None:
         """Make the shard's environments, and only then switch to shared memory: errors come over the socket."""

@@ -1,0 +1,107 @@
+"""Addresses: where the head listens, and under which name workers find it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from clusterenv.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+_EVERYWHERE = "0.0.0.0"
+
+
+@dataclass(frozen=True)
+class Address:
+    """A host and a port; port 0 stands for any that is free."""
+
+    host: str
+    port: int = 0
+
+    def __str__(self) -> str:
+        """Write it as ZeroMQ does."""
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
+def choose_addresses(listen: str | None, advertise: str | None, route_to: str | None) -> tuple[Address, Address]:
+    """Decide where to listen, and which address to tell the workers.
+
+    Args:
+        listen: What the user asked for, "HOST" or "HOST:PORT"; by default the one interface that workers come in by.
+        advertise: What the user asked for; by default the address that routes to the workers.
+        route_to: A host the workers run on; None if they run on this machine.
+
+    Returns:
+        Both; a port of 0 in the second stands for the port that is bound.
+
+    Raises:
+        ConfigError: An address cannot be read, or no address of this machine leads to the workers.
+    """
+    told = None if advertise is None else _parse(advertise, "advertise")
+    if listen is not None:
+        bound = _parse(listen, "listen")
+    elif route_to is None and told is None:
+        bound = Address(LOOPBACK)
+    elif told is not None:
+        # Behind a NAT or a forwarded port the address workers use is none of ours.
+        bound = Address(told.host if _is_ours(told.host) else _EVERYWHERE)
+    else:
+        assert route_to is not None
+        bound = Address(_source_address(route_to))
+    if told is None:
+        is_wildcard = bound.host in (_EVERYWHERE, "::")
+        told = Address(_source_address(route_to or LOOPBACK) if is_wildcard else bound.host)
+    return bound, told
+
+
+def _parse(text: str, name: str) -> Address:
+    try:
+        ipaddress.IPv6Address(text)
+        return Address(text)  # An IPv6 address has colons of its own; with a port it is written [::1]:5555.
+    except ValueError:
+        pass
+    host, separator, port = text.rpartition(":")
+    if not separator:
+        host, port = text, "0"
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{name} must be an address of this machine, 'HOST' or 'HOST:PORT', got {text!r}.")
+    return Address(host, int(port))
+
+
+def _source_address(target: str) -> str:
+    """Return the address of this machine from which packets to the target leave. Nothing is sent."""
+    try:
+        family, _, _, _, destination = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(destination)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        found = _own_address()
+        if found is None:
+            raise ConfigError(
+                f"Cannot tell which address of this machine leads to {target} ({error}). "
+                "Pass ClusterEnv(listen=...): an address of this machine that the workers can reach."
+            ) from error
+        return found
+
+
+def _own_address() -> str | None:
+    """Return an address this machine's name stands for, and not the loopback that Debian writes into /etc/hosts."""
+    try:
+        entries = socket.getaddrinfo(socket.gethostname(), None, family=socket.AF_INET)
+    except OSError:
+        return None
+    addresses = {str(entry[4][0]) for entry in entries}
+    return next((address for address in sorted(addresses) if not ipaddress.ip_address(address).is_loopback), None)
+
+
+def _is_ours(host: str) -> bool:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
