@@ -33,6 +33,7 @@ from clusterenv.wire.messages import (
     Invoke,
     Measure,
     Measured,
+    Part,
     Ready,
     Reply,
     Reset,
@@ -309,8 +310,12 @@ class Remote:
     def _landing(self, member: Member, reply: Reply) -> Sequence[NDArray[Any]]:
         if isinstance(reply, Stepped):
             return list(self._rows[member.index].results())
-        if isinstance(reply, Collected) and self._block is not None:
-            return list(self._block[2].columns(member.start, member.stop).arrays())
+        if isinstance(reply, Collected | Part) and self._block is not None:
+            num_steps, _, block = self._block
+            stop = num_steps if isinstance(reply, Collected) else reply.first + reply.count
+            if reply.first != member.num_parts or not reply.first < stop <= num_steps:
+                raise WireError(f"steps {reply.first} to {stop} of {num_steps} come after {member.num_parts}")
+            return list(block.columns(member.start, member.stop).steps(reply.first, stop).arrays())
         return ()
 
 

@@ -53,6 +53,20 @@ class Block:
             {name: array[:, start:stop] for name, array in self.states.items()},
         )
 
+    def steps(self, first: int, stop: int) -> Block:
+        """Return views of some steps; with the rollout's very last comes the observation after it."""
+        last = stop + (stop == len(self.rewards))
+        return Block(
+            [array[first:last] for array in self.observations],
+            [array[first:stop] for array in self.actions],
+            self.rewards[first:stop],
+            self.terminations[first:stop],
+            self.truncations[first:stop],
+            self.valid[first:stop],
+            {name: array[first:stop] for name, array in self.extras.items()},
+            {name: array[first:stop] for name, array in self.states.items()},
+        )
+
     def arrays(self) -> Iterator[NDArray[Any]]:
         """Yield all arrays in wire order."""
         yield from self.observations

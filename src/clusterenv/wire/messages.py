@@ -132,14 +132,6 @@ class Ping(_Message, tag=12, frozen=True):
     """Head to worker: nothing. It is sent to find out whether there is still somebody to send to."""
 
 
-class Part(_Message, tag=28, frozen=True):
-    """Worker to head: some steps of the rollout under way, as frames, while the rest is being made."""
-
-    call: int
-    first: int
-    count: int
-
-
 class Join(msgspec.Struct, tag=20, frozen=True, array_like=True):
     """Worker to head: here I am.
 
@@ -209,6 +201,15 @@ class Collected(_Message, tag=27, frozen=True):
     call: int
     summary: bytes  # values: finished episodes and final observations
     busy_s: float
+    first: int  # the first step that has not come in a Part
+
+
+class Part(_Message, tag=28, frozen=True):
+    """Worker to head: the next steps of the rollout under way, as frames, while the rest is being made."""
+
+    call: int
+    first: int
+    count: int
 
 
 Request: TypeAlias = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, assert_never
 
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from clusterenv.wire.messages import (
     Measure,
     Measured,
     Offer,
+    Part,
     Reply,
     Reset,
     Returned,
@@ -39,15 +40,28 @@ from clusterenv.worker.shard import Shard
 
 ShardRequest: TypeAlias = Reset | Step | Invoke | SetAttribute | Adopt | Measure | Collect | Decide
 Answer: TypeAlias = tuple[Reply, Iterable[NDArray[Any]]]
+Send: TypeAlias = Callable[[Reply, Iterable[NDArray[Any]]], None]
+
+_NUM_PARTS = 8  # The last is what the network still has to carry when the rollout is made.
+_PART_BYTES = 1 << 14  # Smaller parts are not worth their message.
 
 
 class Answers:
     """Does what the head asks of a shard."""
 
-    def __init__(self, assignment: Assignment, shard: Shard, planes: Planes) -> None:
+    def __init__(self, assignment: Assignment, shard: Shard, planes: Planes, send: Send) -> None:
+        """Answer for a shard.
+
+        Args:
+            assignment: What the shard hosts.
+            shard: Does the work.
+            planes: Of the shard.
+            send: Sends parts of an answer, ahead of it.
+        """
         self._assignment = assignment
         self._shard = shard
         self._planes = planes
+        self._send = send
         self._weights_spec = WeightsSpec(())
         self._weights_memory: memoryview | None = None
         self._block: tuple[Offer | None, int, Block] | None = None
@@ -118,8 +132,23 @@ class Answers:
         started = time.perf_counter()
         self._load(request.version, weights)
         block = self._block_for(request)
-        summary = self._shard.collect(block, request.number, _unpickled(request.arguments) or {})
-        return Collected(request.call, values.dumps(summary), time.perf_counter() - started), block.arrays()
+        first = 0
+
+        def send_part(done: int) -> None:
+            """Send what is made already, so that the network works while the environments do."""
+            nonlocal first
+            if done - first >= part_steps and done < request.num_steps:
+                part = block.steps(first, done)
+                self._send(Part(request.call, first, done - first), part.arrays())
+                first = done
+
+        size = sum(array.nbytes for array in block.arrays())
+        part_steps = -(-request.num_steps // max(1, min(_NUM_PARTS, size // _PART_BYTES)))
+        summary = self._shard.collect(
+            block, request.number, _unpickled(request.arguments) or {}, send_part if request.memory is None else None
+        )
+        reply = Collected(request.call, values.dumps(summary), time.perf_counter() - started, first)
+        return reply, block.steps(first, request.num_steps).arrays()
 
     def _block_for(self, request: Collect) -> Block:
         """Return this shard's columns of the block, laid out once for rollouts of one length."""

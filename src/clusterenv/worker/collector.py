@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from clusterenv.wire.planes import Planes
 from clusterenv.worker.episodes import EpisodeLedger
 from clusterenv.worker.host import Host
 from clusterenv.worker.infos import Infos, info_row
+
+OnStep = Callable[[int], None]
 
 
 class Collector:
@@ -122,13 +124,16 @@ class Collector:
         self._policy.load(weights)
         self.version = version
 
-    def collect(self, block: Block, number: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    def collect(
+        self, block: Block, number: int, values: Mapping[str, Any], on_step: OnStep | None = None
+    ) -> dict[str, Any]:
         """Make a rollout.
 
         Args:
             block: This shard's columns.
             number: Of the rollout: with it, head and worker choose the same probes.
             values: Per-call values for the policy.
+            on_step: Told after each step how many are made.
 
         Returns:
             The finished episodes, and the final observations that are not in the block.
@@ -144,6 +149,8 @@ class Collector:
                 actions = self._decide([column[step] for column in block.observations], block, step, values)
                 infos = self._host.step(actions, skips_finished=True)
                 self._note(block, step, infos, finals)
+                if on_step is not None:
+                    on_step(step + 1)
         finally:
             self._host.observe_into(self._planes.observations)
         for column, plane in zip(block.observations, self._planes.observations, strict=True):

@@ -101,7 +101,7 @@ class _Worker:
             memory = None if request.memory is None else open_offer(request.memory)
             planes = _lay_planes(assignment, memory, request.start, request.stop)
             self._shard = Shard(assignment, planes)
-            self._answers = Answers(assignment, self._shard, planes)
+            self._answers = Answers(assignment, self._shard, planes, self._channel.send)
             self._shard.host.open()
         except Exception as error:  # noqa: BLE001 - a user's constructor may raise anything; it is reported
             self._channel.send(self._failure(request.call, error))

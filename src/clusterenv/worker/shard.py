@@ -15,7 +15,7 @@ from clusterenv.wire.assignment import Assignment
 from clusterenv.wire.block import Block, BlockSpec
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.planes import Planes
-from clusterenv.worker.collector import Collector
+from clusterenv.worker.collector import Collector, OnStep
 from clusterenv.worker.infos import Infos
 from clusterenv.worker.native import make_host
 
@@ -105,9 +105,11 @@ class Shard:
         self._is_at_start = False
         return infos
 
-    def collect(self, block: Block, number: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    def collect(
+        self, block: Block, number: int, values: Mapping[str, Any], on_step: OnStep | None = None
+    ) -> dict[str, Any]:
         """Fill a block with a rollout; returns its summary."""
-        summary = self._policy().collect(block, number, values)
+        summary = self._policy().collect(block, number, values, on_step)
         self._is_at_start = False
         return summary
 
