@@ -170,7 +170,10 @@ def test_a_worker_that_dies_is_named_with_its_status_and_last_words(
     remote: Backend, place: Any, trouble: Any, status: str, seconds: Stopwatch
 ) -> None:
     makers = two_fine_and(lambda: TroubledWorld(place, trouble, index=2))
-    with pytest.raises(WorkerLost, match=rf"\b({status})\b") as caught, ClusterEnv(makers, **remote) as envs:
+    with (
+        pytest.raises(WorkerLost, match=rf"\b({status})\b") as caught,
+        ClusterEnv(makers, **remote, on_loss="raise") as envs,
+    ):
         use(envs)
     assert seconds() < 15
     assert (caught.value.worker_index, caught.value.env_indices) == (1, (2,))
@@ -179,7 +182,7 @@ def test_a_worker_that_dies_is_named_with_its_status_and_last_words(
 
 
 def test_a_worker_killed_between_calls_is_noticed_by_the_next(remote: Backend, seconds: Stopwatch) -> None:
-    with ClusterEnv(make_factories(3), **remote) as envs:
+    with ClusterEnv(make_factories(3), **remote, on_loss="raise") as envs:
         envs.reset(seed=1)
         os.kill(envs.worker_pids[1], signal.SIGKILL)
         assert wait_until_gone([envs.worker_pids[1]]) == []
@@ -193,7 +196,8 @@ def test_a_worker_killed_between_calls_is_noticed_by_the_next(remote: Backend, s
 def test_a_worker_killed_while_the_head_waits_is_noticed(remote: Backend, tmp_path: Path, seconds: Stopwatch) -> None:
     gate = str(tmp_path / "gate")
     os.mkfifo(gate)
-    with ClusterEnv(two_fine_and(lambda: TroubledWorld("step", "hang", gate=gate, index=2)), **remote) as envs:
+    makers = two_fine_and(lambda: TroubledWorld("step", "hang", gate=gate, index=2))
+    with ClusterEnv(makers, **remote, on_loss="raise") as envs:
 
         def kill_when_it_hangs() -> None:
             with open(gate, "wb"):
@@ -210,7 +214,7 @@ def test_a_worker_killed_while_the_head_waits_is_noticed(remote: Backend, tmp_pa
 
 
 def test_when_all_workers_die_close_still_works(remote: Backend) -> None:
-    envs = ClusterEnv(make_factories(3), **remote)
+    envs = ClusterEnv(make_factories(3), **remote, on_loss="raise")
     for pid in envs.worker_pids:
         os.kill(pid, signal.SIGKILL)
     assert wait_until_gone(envs.worker_pids) == []

@@ -17,6 +17,7 @@ from clusterenv.config import Timeouts
 from clusterenv.errors import ConfigError
 from clusterenv.factories import EnvArgument, resolve
 from clusterenv.head.conductor import Conductor
+from clusterenv.head.crew import Loss
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.remote import Remote
 from clusterenv.inline import Inline
@@ -28,7 +29,7 @@ from clusterenv.policy.sync import AdaptiveSync, SyncRule
 from clusterenv.resets import checked_mask, spread_seed
 from clusterenv.rollout import Rollout
 from clusterenv.sample import ObservationMode, Sample, take_sample
-from clusterenv.start import check_transport, count_workers, start_workers
+from clusterenv.start import Options, count_workers, start_workers
 from clusterenv.wire.layout import Layout
 
 Stepped = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
@@ -56,6 +57,7 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
         copy: bool = True,
         env_kwargs: dict[str, Any] | None = None,
         sync: SyncRule | None = None,
+        on_loss: str = "replace",
         timeouts: Timeouts | None = None,
         listen: str | None = None,
         advertise: str | None = None,
@@ -78,6 +80,9 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 arrays change with the next step.
             env_kwargs: Arguments for `gymnasium.make`, with an id or a spec.
             sync: When a policy on the workers takes the learner's newest weights; `AdaptiveSync()` by default.
+            on_loss: What happens when a worker dies, hangs or vanishes. "replace" starts a new one and makes its
+                environments again: `step` returns their rows truncated, with `info["worker_lost"]`, and `rollout`
+                collects them anew. "raise" raises WorkerLost.
             timeouts: How long to wait for workers to join, answer and end.
             listen: The head's own address for workers to come in by, "HOST" or "HOST:PORT"; by default the one that
                 routes to the launcher's hosts (this machine's loopback for local workers), and a random port.
@@ -90,7 +95,13 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
         """
         super().__init__()
         factories = resolve(env, num_envs, env_kwargs)
-        check_transport(transport)
+        options = Options(
+            transport=transport,
+            listen=listen,
+            advertise=advertise,
+            on_loss=on_loss,
+            timeouts=timeouts or Timeouts(),
+        )
         self.num_envs = factories.num_envs
         launcher = launcher or LocalLauncher()
         self.num_workers = count_workers(num_workers, self.num_envs, launcher)
@@ -115,15 +126,7 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
             plan = make_plan()
             self._backend = Inline(plan.assignment(0, self.num_envs))
         else:
-            self._backend, plan = start_workers(
-                launcher,
-                self.num_envs,
-                self.num_workers,
-                transport,
-                timeouts or Timeouts(),
-                (listen, advertise),
-                make_plan,
-            )
+            self._backend, plan = start_workers(launcher, self.num_envs, self.num_workers, options, make_plan)
         self._adopt(plan.sample)
         self._planes = self._backend.planes
         self._actions = ActionWriter(self.action_space, self._action_layout, self._planes.actions, self.num_envs)
@@ -141,6 +144,11 @@ class ClusterEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def worker_pids(self) -> tuple[int, ...]:
         """The workers' process ids, in the order of the environments they host."""
         return self._backend.pids
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """The workers that were lost and replaced, with the seeds their environments were reset with."""
+        return tuple(self._backend.losses)
 
     @property  # type: ignore[misc]  # read-only, as SyncVectorEnv has it
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]  # as SyncVectorEnv has it

@@ -30,6 +30,7 @@ class Inline:
     """
 
     pids: tuple[int, ...] = ()
+    losses: Sequence[Any] = ()  # There is nobody to lose.
 
     def __init__(self, assignment: Assignment) -> None:
         layouts = Layout(assignment.action_space), Layout(assignment.observation_space)
@@ -90,9 +91,13 @@ class Inline:
         self._shard.adopt(copy.deepcopy(policy), version, weights, num_probes, arguments)
         self._block = None
 
-    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]]) -> None:
+    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Keep a version's weights until they are taken."""
         self._weights = spec.decode(spec.encode(weights))
+
+    def take_new(self) -> dict[int, int]:
+        """Return nothing: no worker is ever new."""
+        return {}
 
     def measure(self, sketches: Mapping[int, Sketch], number: int) -> dict[int, Measurement]:
         """Compare the copy with the newest policy."""

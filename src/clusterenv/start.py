@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from clusterenv.config import Timeouts, split_shards, usable_cores
 from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.factories import pickle_code
 from clusterenv.head.hub import Hub
 from clusterenv.head.remote import Remote
+from clusterenv.head.remote_envs import RemotePlan
 from clusterenv.launchers.base import Launcher
 from clusterenv.plan import Plan
 from clusterenv.wire import semaphore
@@ -17,14 +19,26 @@ from clusterenv.wire.layout import Layout
 from clusterenv.wire.zeromq import HeadSocket
 
 TRANSPORTS = ("auto", "shm", "zmq")
+ON_LOSS = ("replace", "raise")
 
 
-def check_transport(transport: str) -> None:
-    """Raise ConfigError if there is no such transport here."""
-    if transport not in TRANSPORTS:
-        raise ConfigError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}.")
-    if transport == "shm" and not semaphore.IS_SUPPORTED:
-        raise ConfigError("transport='shm' needs Linux; use 'auto' or 'zmq' here.")
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How head and workers find each other and talk; `ClusterEnv` has each of these as an argument."""
+
+    transport: str = "auto"
+    listen: str | None = None
+    advertise: str | None = None
+    on_loss: str = "replace"
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"transport must be one of {', '.join(TRANSPORTS)}, got {self.transport!r}.")
+        if self.transport == "shm" and not semaphore.IS_SUPPORTED:
+            raise ConfigError("transport='shm' needs Linux; use 'auto' or 'zmq' here.")
+        if self.on_loss not in ON_LOSS:
+            raise ConfigError(f"on_loss must be one of {', '.join(ON_LOSS)}, got {self.on_loss!r}.")
 
 
 def count_workers(num_workers: int | None, num_envs: int, launcher: Launcher) -> int:
@@ -42,9 +56,7 @@ def start_workers(
     launcher: Launcher,
     num_envs: int,
     num_workers: int,
-    transport: str,
-    timeouts: Timeouts,
-    addresses: tuple[str | None, str | None],
+    options: Options,
     make_plan: Callable[[], Plan],
 ) -> tuple[Remote, Plan]:
     """Launch workers and give each its shard; returns when all environments are made.
@@ -53,13 +65,13 @@ def start_workers(
         launcher: Starts them.
         num_envs: Of the whole run.
         num_workers: Among whom they are shared out.
-        transport: One of `TRANSPORTS`.
-        timeouts: How long to wait.
-        addresses: Where the user wants the head to listen, and what to tell the workers.
+        options: How to reach and keep them.
         make_plan: Makes the plan. It is called while the workers are coming up, so it may take its time.
     """
     shards = split_shards(num_envs, num_workers)
-    socket = HeadSocket(*choose_addresses(*addresses, launcher.route_to), timeouts.silence_s)
+    timeouts = options.timeouts
+    addresses = choose_addresses(options.listen, options.advertise, launcher.route_to)
+    socket = HeadSocket(*addresses, timeouts.silence_s)
     try:
         fleet = launcher.launch(socket.ticket, num_workers)
     except BaseException:
@@ -76,13 +88,18 @@ def start_workers(
         hub.gather_workers()
         remote = Remote(
             hub,
-            Layout(plan.sample.single_action_space),
-            Layout(plan.sample.single_observation_space),
-            num_envs,
-            shares_memory=transport != "zmq" and semaphore.IS_SUPPORTED,
+            RemotePlan(
+                code=code.__getitem__,
+                actions=Layout(plan.sample.single_action_space),
+                observations=Layout(plan.sample.single_observation_space),
+                autoreset_mode=plan.autoreset_mode,
+                shares_memory=options.transport != "zmq" and semaphore.IS_SUPPORTED,
+                replaces=options.on_loss == "replace",
+                join_s=timeouts.join_s,
+            ),
         )
-        remote.assign(lambda start, _: code[start], timeouts.join_s)
-        if transport == "shm" and not hub.all_share_memory:
+        remote.open()
+        if options.transport == "shm" and not hub.all_share_memory:
             raise LaunchError(
                 "transport='shm', but a worker cannot reach the head's shared memory: it runs on another machine, in "
                 "another container or as another user. transport='auto' uses ZeroMQ for such workers."

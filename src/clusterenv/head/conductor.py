@@ -95,6 +95,7 @@ class Conductor:
                 num_steps, self._publisher.number, self._publisher.version, pulls, arguments
             )
             seconds = time.perf_counter() - started
+        self._publisher.note_new()
         self._publisher.remember(collection.block)
         self.ledger.note_rollout(num_steps * self._num_envs, collection, seconds)
         if self._copies:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from clusterenv.errors import LaunchError, WireError
 from clusterenv.head.roster import Member, Roster
@@ -49,7 +49,7 @@ class Door:
         log.warning("refused a worker (pid %d on %s): %s", join.pid, join.hostname, reason)
         self._socket.send(peer, [messages.encode(Refused(reason))])
 
-    def await_members(self, pump: Callable[[float], object], members: list[Member], timeout_s: float) -> None:
+    def await_members(self, pump: Callable[[float], object], members: Sequence[Member], timeout_s: float) -> None:
         """Wait until these workers have joined, saying now and then what is waited for.
 
         Args:

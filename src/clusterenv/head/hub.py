@@ -88,14 +88,27 @@ class Hub:
         """
         self._door.await_members(self._pump, self.members, self._timeouts.join_s)
 
-    def restart(self, member: Member) -> None:
-        """Start a worker that was lost once more, and wait until it has joined.
+    @property
+    def call(self) -> int:
+        """The number of the last call."""
+        return self._call
+
+    def restart(self, members: Sequence[Member]) -> None:
+        """Start workers that were lost once more, and wait until they have joined.
 
         Raises:
-            LaunchError: It cannot be started, ended again, or took too long.
+            LaunchError: One cannot be started, ended again, or took too long.
         """
-        self._fleet.restart(member.index)
-        self._door.await_members(self._pump, [member], self._timeouts.join_s)
+        for member in members:
+            if member.peer is None:  # Else it has come back by itself.
+                self._fleet.restart(member.index)
+        self._door.await_members(self._pump, members, self._timeouts.join_s)
+
+    def rest(self, seconds: float) -> None:
+        """Let time pass, and let in who comes."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._pump(left)
 
     def start(
         self,

@@ -46,11 +46,14 @@ class PolicyBackend(Protocol):
     ) -> None:
         """Send the policy's structure and weights to every worker."""
 
-    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]]) -> None:
+    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Encode a version's weights once, for all workers that will take them."""
 
     def measure(self, sketches: Mapping[int, Sketch], number: int) -> dict[int, Measurement]:
         """Let workers compare their policy with the newest."""
+
+    def take_new(self) -> dict[int, int]:
+        """Return the versions held by workers that are new since the last time."""
 
 
 class Publisher:
@@ -85,6 +88,7 @@ class Publisher:
         if policy is not self._policy:
             self._adopt(policy, arguments)
             return [False] * len(self._shards)
+        self.note_new()
         stamp = policy.stamp()
         if self._is_told or stamp != self._stamp:
             self._stamp, self._is_told = stamp, False
@@ -104,6 +108,17 @@ class Publisher:
             )
             obs = self._observations.nest([column[:num_steps] for column in columns.observations])
             self._probes[index] = take_probes(indices, obs, columns.states or None)
+
+    def note_new(self) -> None:
+        """Learn which workers were replaced: these hold no probes, and the weights that were encoded last."""
+        for index, version in self._backend.take_new().items():
+            self._own[index] = version
+            self._divergence[index] = float("nan") if version < self.version else 0.0
+            self._probes[index] = None
+            self._trackers[index] = self._rule.start()
+            self._ledger.pulls += 1
+            self._ledger.reasons[Reason.FIRST] += 1
+            self._ledger.bytes["weights"] += self._spec.size_bytes
 
     def forget_probes(self) -> None:
         """Note that the newest observations are the planes'."""
@@ -149,6 +164,7 @@ class Publisher:
             self._divergence[index] = float("nan")
         if self._rule.needs_sketch and behind:
             self._measure(policy, behind)
+            self.note_new()
         verdicts: dict[int, Reason] = {}
         for index in behind:
             self._checked[index] = self.version
@@ -161,7 +177,7 @@ class Publisher:
                     self._warned.add(verdict.reason)
                     log.warning("%s", verdict.advice)
         if verdicts:
-            self._backend.load(self._spec, policy.weights())
+            self._backend.load(self._spec, policy.weights(), self.version)
         for index, reason in verdicts.items():
             self._pull(index, reason)
         self._ledger.age = float(np.mean([self.version - own for own in self._own]))

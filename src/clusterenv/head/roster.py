@@ -16,7 +16,6 @@ class Member:
         peer: The transport's address of the worker; None until it has joined, and when it is lost.
         owes: The number of the call it has not answered yet.
         num_parts: How many steps of the rollout it owes have come already.
-        losses: How often in a row it was lost, without an answer in between.
     """
 
     index: int
@@ -27,7 +26,6 @@ class Member:
     hostname: str = ""
     owes: int | None = None
     num_parts: int = 0
-    losses: int = 0
 
     @property
     def env_indices(self) -> tuple[int, ...]:
@@ -76,7 +74,6 @@ class Roster:
         if member.peer is not None:
             del self._by_peer[member.peer]
         member.peer = member.owes = None
-        member.losses += 1
 
     def owe(self, call: int, members: Sequence[Member]) -> None:
         """Note that these workers now owe an answer to this call."""
@@ -93,7 +90,6 @@ class Roster:
         if member.owes != call:
             raise WireError(f"worker {member.index} answered call {call}, but owes {member.owes}")
         member.owes = None
-        member.losses = 0
 
     def debtors(self) -> list[Member]:
         """Return the workers that still owe an answer."""

@@ -132,6 +132,12 @@ class Ping(_Message, tag=12, frozen=True):
     """Head to worker: nothing. It is sent to find out whether there is still somebody to send to."""
 
 
+class Truncate(_Message, tag=13, frozen=True):
+    """Head to worker: the shard's episodes count as truncated; go on as the autoreset mode has it after that."""
+
+    call: int
+
+
 class Join(msgspec.Struct, tag=20, frozen=True, array_like=True):
     """Worker to head: here I am.
 
@@ -213,7 +219,19 @@ class Part(_Message, tag=28, frozen=True):
 
 
 Request: TypeAlias = (
-    Assign | Reset | Step | Invoke | SetAttribute | Stop | Refused | Adopt | Measure | Collect | Decide | Ping
+    Assign
+    | Reset
+    | Step
+    | Invoke
+    | SetAttribute
+    | Stop
+    | Refused
+    | Adopt
+    | Measure
+    | Collect
+    | Decide
+    | Ping
+    | Truncate
 )
 Reply: TypeAlias = Join | Ready | Stepped | Returned | Failed | Adopted | Measured | Collected | Part
 

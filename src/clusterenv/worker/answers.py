@@ -33,12 +33,13 @@ from clusterenv.wire.messages import (
     SetAttribute,
     Step,
     Stepped,
+    Truncate,
 )
 from clusterenv.wire.planes import Planes
 from clusterenv.wire.shared import open_offer
 from clusterenv.worker.shard import Shard
 
-ShardRequest: TypeAlias = Reset | Step | Invoke | SetAttribute | Adopt | Measure | Collect | Decide
+ShardRequest: TypeAlias = Reset | Step | Invoke | SetAttribute | Adopt | Measure | Collect | Decide | Truncate
 Answer: TypeAlias = tuple[Reply, Iterable[NDArray[Any]]]
 Send: TypeAlias = Callable[[Reply, Iterable[NDArray[Any]]], None]
 
@@ -87,6 +88,9 @@ class Answers:
                 return Returned(call, values.dumps(shard.host.call(request.name, args, kwargs))), ()
             case SetAttribute():
                 shard.host.set_attr(request.name, unpickle(request.values))
+                return Returned(call, values.dumps([])), ()
+            case Truncate():
+                shard.truncate()
                 return Returned(call, values.dumps([])), ()
             case Adopt():
                 return self._adopt(request, weights), ()

@@ -119,6 +119,12 @@ class Collector:
         if seed is not None:
             self._policy.seed(seed)
 
+    def truncate(self) -> None:
+        """Note that all episodes count as truncated: the next step resets, or nobody takes it."""
+        self._pending[:] = True
+        self._ledger.restart(self._pending)
+        self._probes = None
+
     def load(self, version: int, weights: Mapping[str, NDArray[Any]]) -> None:
         """Take new weights."""
         self._policy.load(weights)

@@ -47,6 +47,9 @@ class Host(Protocol):
             skips_finished: Without autoreset, leave finished environments alone instead of raising.
         """
 
+    def truncate(self) -> None:
+        """Take all episodes for finished, as the next step or a reset will find them; not for SAME_STEP."""
+
     def observe_into(self, arrays: Sequence[NDArray[Any] | None]) -> None:
         """From now on write observations into these arrays, one a leaf, instead of the planes'."""
 
@@ -117,6 +120,13 @@ class EnvHost:
         """Step every environment once, resetting as the autoreset mode has it."""
         self._skips_finished = skips_finished
         return self._step(self._actions.read() if actions is None else actions)
+
+    def truncate(self) -> None:
+        """Take all episodes for finished."""
+        layout, planes = Layout(self._assignment.observation_space), self._planes.observations
+        for row in range(self._rows):
+            self._pending[row] = True
+            self._resting[row] = layout.nest([None if plane is None else plane[row].copy() for plane in planes])
 
     def observe_into(self, arrays: Sequence[NDArray[Any] | None]) -> None:
         """From now on write observations into these arrays, one a leaf, instead of the planes'."""

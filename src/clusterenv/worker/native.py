@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import VectorEnv
+from gymnasium.error import ResetNeeded
+from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
 from clusterenv.errors import ConfigError, SpaceMismatch
@@ -33,6 +34,7 @@ class VectorHost:
         self._observations = Layout(assignment.observation_space)
         self._actions = Layout(assignment.action_space)
         self._objects: list[list[Any]] = []
+        self._is_truncated = False
 
     def open(self) -> None:
         """Make the vector environment."""
@@ -47,6 +49,7 @@ class VectorHost:
                 return {}
             options = {**(options or {}), "reset_mask": np.array(mask, dtype=np.bool_)}
         observations, infos = self._env.reset(seed=self._seed(seeds), options=options)
+        self._is_truncated = False
         self._put(observations)
         if mask is None:
             self._planes.terminations[:] = self._planes.truncations[:] = False
@@ -56,6 +59,8 @@ class VectorHost:
 
     def step(self, actions: Iterable[Any] | None, *, skips_finished: bool = False) -> Infos:
         """Step the vector environment once; it resets finished episodes by itself."""
+        if self._is_truncated:
+            return self._begin_again()
         batch: Any = actions
         if actions is None:
             batch = self._actions.nest([plane.copy() for plane in self._planes.actions])
@@ -67,6 +72,10 @@ class VectorHost:
         self._planes.terminations[:] = terminations
         self._planes.truncations[:] = truncations
         return _with_masks(infos, self._rows)
+
+    def truncate(self) -> None:
+        """Take all episodes for finished: the environment itself knows nothing of it."""
+        self._is_truncated = True
 
     def observe_into(self, arrays: Sequence[NDArray[Any] | None]) -> None:
         """From now on write observations into these arrays, one a leaf, instead of the planes'."""
@@ -101,6 +110,16 @@ class VectorHost:
         """Close the vector environment."""
         if self._env is not None:
             self._env.close()
+
+    def _begin_again(self) -> Infos:
+        if self._assignment.autoreset_mode is AutoresetMode.DISABLED:
+            raise ResetNeeded(
+                "The worker of these environments was lost, and their episodes were truncated with "
+                "autoreset_mode=DISABLED. Reset them all first: envs.reset(options={'reset_mask': truncated})."
+            )
+        infos = self.reset([None] * self._rows, None, None)
+        self._planes.rewards[:] = 0.0
+        return infos
 
     def _check(self, env: VectorEnv[Any, Any, Any], assignment: Assignment) -> None:
         if not isinstance(env, VectorEnv):

@@ -60,6 +60,12 @@ class Shard:
             self._collector.account()
         return infos
 
+    def truncate(self) -> None:
+        """Take all episodes for truncated: those of a lost worker, that this one has replaced."""
+        self.host.truncate()
+        if self._collector is not None:
+            self._collector.truncate()
+
     def adopt(
         self, policy: Policy, version: int, weights: Weights, num_probes: int, values: Mapping[str, Any]
     ) -> BlockSpec:

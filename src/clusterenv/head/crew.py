@@ -1,0 +1,210 @@
+"""Crew: keeps the workers complete: gives each its shard, and puts a new one in the place of one that is lost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from clusterenv.errors import LaunchError, WireError, WorkerLost
+from clusterenv.head.hub import Hub
+from clusterenv.head.outcome import Lost
+from clusterenv.head.roster import Member
+from clusterenv.wire.messages import Assign, Ready, Reply, Request
+from clusterenv.wire.shared import Bell, HeadDesk, SharedMemory
+
+log = logging.getLogger(__name__)
+
+_MAX_IN_A_ROW = 3
+_NEARBY_CALLS = 8  # A replacement that is lost within so many calls has achieved nothing.
+_BACK_OFF_S = 1.0
+
+Make = Callable[[int, Member], Request]
+Arrays = Callable[[Member], Sequence[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A worker that was lost, and what became of its environments.
+
+    Attributes:
+        worker_index: Which worker.
+        env_indices: The environments it hosted: they were made again, and began new episodes.
+        reason: How it ended, with the end of its log.
+        seeds: What each of these environments was reset with on the new worker.
+        recovery_s: How long it took until the new worker was ready.
+    """
+
+    worker_index: int
+    env_indices: tuple[int, ...]
+    reason: str
+    seeds: tuple[int, ...]
+    recovery_s: float
+
+
+@dataclass(eq=False, repr=False)
+class _Record:
+    """What is known of one worker's losses."""
+
+    in_a_row: int = 0
+    last_call: int = -(10**9)
+    seeds: list[int] = field(default_factory=list)
+
+
+class Crew:
+    """The workers of one run, with their shards.
+
+    Attributes:
+        losses: All there were, in order.
+        on_new: What else a new worker needs before it can take over: called with those that have joined.
+    """
+
+    def __init__(
+        self, hub: Hub, code: Callable[[int], bytes], memory: SharedMemory | None, join_s: float, *, replaces: bool
+    ) -> None:
+        """Take charge of workers that have joined.
+
+        Args:
+            hub: Talks to them.
+            code: A worker's assignment, by the index of its first environment.
+            memory: What to offer those who can reach it.
+            join_s: How long making the environments may take.
+            replaces: Whether lost workers are replaced, rather than raising WorkerLost.
+        """
+        self.losses: list[Loss] = []
+        self.on_new: Callable[[Sequence[Member]], None] = lambda members: None
+        self._hub = hub
+        self._code = code
+        self._memory = memory
+        self._join_s = join_s
+        self._replaces = replaces
+        self._records = [_Record() for _ in hub.members]
+        self._entropy: int | None = None
+        self._redo: tuple[Make, Arrays] | None = None
+        if memory is not None:
+            hub.bell = Bell(memory.memory, initialise=True)
+
+    def seed(self, seed: int | None) -> None:
+        """Let the seeds of environments that are made again follow from the run's own."""
+        self._entropy = seed
+
+    def seeds_of(self, member: Member) -> list[int]:
+        """Return what the environments of a worker that has replaced another are to be reset with."""
+        return self._records[member.index].seeds
+
+    def assign(self, members: Sequence[Member]) -> None:
+        """Give workers their shards, and wait until the environments are made.
+
+        Raises:
+            WorkerFailed: A factory raised.
+            WorkerLost: A worker died of it.
+        """
+        offer = None if self._memory is None else self._memory.offer
+        desks = {m.index: HeadDesk(self._memory.memory, m.index) for m in members} if self._memory else {}
+        self._hub.start(lambda call, m: Assign(call, m.start, m.stop, self._code(m.start), offer), members)
+        for member, reply in self._hub.collect(self._join_s):
+            if isinstance(reply, Lost):
+                raise lost_error(member, reply)
+            if not isinstance(reply, Ready):
+                raise WireError(f"A worker answered with {type(reply).__name__} where Ready was expected.")
+            if reply.shares_memory and member.index in desks:
+                self._hub.use_desk(member, desks[member.index])
+
+    def start(self, make: Make, arrays: Arrays = lambda member: ()) -> None:
+        """Start a call that a new worker can be asked to do again in place of one that was lost."""
+        self._redo = make, arrays
+        self._hub.start(make, arrays=arrays)
+
+    def start_once(self, start: Callable[[], None]) -> None:
+        """Start a call that cannot be repeated."""
+        self._redo = None
+        start()
+
+    def answers(self, timeout_s: float | None = None) -> tuple[list[tuple[Member, Reply]], list[Member]]:
+        """Wait for the answers to the call under way; replace the workers that were lost over it.
+
+        Returns:
+            The answers in order of environments; and the replaced workers from which there is none.
+
+        Raises:
+            WorkerLost: A worker is lost, and is not to be replaced, or was too often.
+        """
+        answers: dict[int, tuple[Member, Reply]] = {}
+        pending = self._hub.collect(timeout_s)
+        silent: list[Member] = []
+        while pending:
+            lost = [(member, reply) for member, reply in pending if isinstance(reply, Lost)]
+            answers |= {m.index: (m, reply) for m, reply in pending if not isinstance(reply, Lost)}
+            if not lost:
+                break
+            self._replace(lost)
+            members = [member for member, _ in lost]
+            if self._redo is None:
+                silent += members
+                break
+            make, arrays = self._redo
+            self._hub.start(make, members, arrays)
+            pending = self._hub.collect(timeout_s)
+        return [answers[index] for index in sorted(answers)], silent
+
+    def _replace(self, lost: Sequence[tuple[Member, Lost]]) -> None:
+        """Put new workers in the place of lost ones; returns when they have what the others have."""
+        started = time.monotonic()
+        waiting = list(lost)
+        while waiting:
+            members = [member for member, _ in waiting]
+            for member, loss in waiting:
+                self._allow(member, loss)
+            try:
+                self._hub.rest(_BACK_OFF_S * max(self._records[m.index].in_a_row - 1 for m in members))
+                self._hub.restart(members)
+                self.assign(members)
+                self.on_new(members)
+            except (LaunchError, WorkerLost) as error:
+                waiting = [(member, Lost(f"its replacement did not last: {error}")) for member in members]
+            else:
+                waiting = []
+        for member, loss in lost:
+            seconds = time.monotonic() - started
+            seeds = tuple(self.seeds_of(member))
+            self.losses.append(
+                Loss(
+                    worker_index=member.index,
+                    env_indices=member.env_indices,
+                    reason=loss.reason,
+                    seeds=seeds,
+                    recovery_s=seconds,
+                )
+            )
+            log.warning("%s, takes over after %.1f s", member, seconds)
+
+    def _allow(self, member: Member, loss: Lost) -> None:
+        """Decide whether to try again, and with which seeds.
+
+        Raises:
+            WorkerLost: This was once too often, or losses are to be raised.
+        """
+        if not self._replaces:
+            raise lost_error(member, loss)
+        record, call = self._records[member.index], self._hub.call
+        record.in_a_row = record.in_a_row + 1 if call - record.last_call <= _NEARBY_CALLS else 1
+        record.last_call = call
+        if record.in_a_row > _MAX_IN_A_ROW:
+            raise lost_error(member, Lost(f"{_MAX_IN_A_ROW} replacements in a row were lost, too. {loss.reason}"))
+        log.warning("%s, is lost and will be replaced: %s", member, loss.reason)
+        words = [self._entropy or 0, member.index, len(self.losses), record.in_a_row]
+        sequence = np.random.SeedSequence(words if self._entropy is not None else None)
+        record.seeds = [int(word) for word in sequence.generate_state(member.stop - member.start)]
+
+
+def lost_error(member: Member, loss: Lost) -> WorkerLost:
+    """Return what tells the user of a worker that is lost."""
+    return WorkerLost(
+        f"{str(member).capitalize()}, is lost: {loss.reason}",
+        worker_index=member.index,
+        env_indices=member.env_indices,
+    )

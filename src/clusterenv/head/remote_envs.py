@@ -1,0 +1,298 @@
+"""RemoteEnvs: the environments on the workers, as the head uses them: messages out, one result back."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from clusterenv.errors import WireError
+from clusterenv.head.batch import ShardInfos, merge_infos
+from clusterenv.head.crew import Arrays, Crew, Loss, Make, lost_error
+from clusterenv.head.hub import Hub
+from clusterenv.head.outcome import Lost, Outcome
+from clusterenv.head.roster import Member
+from clusterenv.wire import values
+from clusterenv.wire.arrays import ArrayMaker, allocate, carver, size_of
+from clusterenv.wire.layout import Layout
+from clusterenv.wire.messages import (
+    Invoke,
+    Reply,
+    Reset,
+    Returned,
+    SetAttribute,
+    Step,
+    Stepped,
+    Truncate,
+)
+from clusterenv.wire.planes import Planes
+from clusterenv.wire.shared import SharedMemory, desks_bytes, planes_memory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RemotePlan:
+    """What the workers of a run are to do.
+
+    Attributes:
+        code: A worker's assignment, by the index of its first environment.
+        actions: The layout of one environment's.
+        observations: The layout of one environment's.
+        autoreset_mode: How environments are reset.
+        shares_memory: Whether to offer shared memory; a worker that cannot reach it uses the socket.
+        replaces: Whether lost workers are replaced, rather than raising WorkerLost.
+        join_s: How long making the environments may take.
+    """
+
+    code: Callable[[int], bytes]
+    actions: Layout
+    observations: Layout
+    autoreset_mode: AutoresetMode
+    shares_memory: bool
+    replaces: bool
+    join_s: float
+
+
+class RemoteEnvs:
+    """Environments on workers. `reset`, `step`, `invoke` and `set_attr` start a call, `finish` ends it."""
+
+    def __init__(self, hub: Hub, plan: RemotePlan) -> None:
+        """Lay out the planes.
+
+        Args:
+            hub: The workers, all of which have joined.
+            plan: What they are to do.
+        """
+        self._hub = hub
+        self._plan = plan
+        self._num_envs = hub.members[-1].stop
+        self._memories: list[SharedMemory] = []
+        num_workers = len(hub.members)
+        memory: SharedMemory | None = None
+        if plan.shares_memory:
+            memory = self._share(desks_bytes(num_workers) + size_of(self._make_planes))
+            self.planes = self._make_planes(carver(planes_memory(memory.memory, num_workers)))
+        else:
+            self.planes = self._make_planes(allocate)
+        self._crew = Crew(hub, plan.code, memory, plan.join_s, replaces=plan.replaces)
+        self._rows = [self.planes.rows(member.start, member.stop) for member in hub.members]
+        self._last: dict[int, list[NDArray[Any] | None]] = {}
+        self._first_objects: dict[int, list[list[Any]]] = {}
+        self._attributes: dict[str, Sequence[Any]] = {}
+        self._crew.on_new = self._set_up
+        hub.landing = self._landing
+
+    def open(self) -> None:
+        """Give every worker its shard; returns when all environments are made.
+
+        Raises:
+            WorkerFailed: A factory raised.
+            WorkerLost: A worker died.
+        """
+        self._crew.assign(self._hub.members)
+
+    @property
+    def shards(self) -> list[tuple[int, int]]:
+        """The environments of each worker, `[start, stop)`."""
+        return [(member.start, member.stop) for member in self._hub.members]
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The workers' process ids, on their own machines."""
+        return tuple(member.pid or 0 for member in self._hub.members)
+
+    @property
+    def losses(self) -> list[Loss]:
+        """The workers that were lost, and replaced."""
+        return self._crew.losses
+
+    def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> None:
+        """Start resetting the environments, or those in the mask."""
+        pickled = None if options is None else cloudpickle.dumps(options)
+        if mask is None:
+            self._crew.seed(seeds[0])
+
+        def ask(call: int, m: Member) -> Reset:
+            part = None if mask is None else list(mask[m.start : m.stop])
+            return Reset(call, list(seeds[m.start : m.stop]), part, pickled)
+
+        self._crew.start(ask)
+
+    def step(self, actions: Any | None) -> None:
+        """Start a step.
+
+        Args:
+            actions: Anything that can be sliced by environment index; None if they are in the planes already.
+        """
+        hub = self._hub
+        if actions is None and hub.all_share_memory:
+            self._crew.start_once(hub.start_plain_step)
+        elif actions is None:
+            self._crew.start_once(
+                lambda: hub.broadcast(lambda call: Step(call, None), lambda m: self._rows[m.index].actions)
+            )
+        else:
+            self._crew.start_once(
+                lambda: hub.start(lambda call, m: Step(call, pickle.dumps(actions[m.start : m.stop])))
+            )
+
+    def invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Start calling a method, or reading an attribute, of every environment."""
+        arguments = cloudpickle.dumps((args, kwargs))
+        self._crew.start(lambda call, _: Invoke(call, name, arguments))
+
+    def set_attr(self, name: str, items: Sequence[Any]) -> None:
+        """Start setting an attribute of every environment."""
+        self._crew.start(partial(_set_attribute, name, items))
+        self._attributes[name] = items
+
+    def finish(self, timeout_s: float | None = None) -> Outcome:
+        """Wait for the call under way.
+
+        Raises:
+            CallTimeout: A worker has not answered in time; `finish` may be called again.
+            WorkerLost: A worker has died.
+            WorkerFailed: An environment or policy raised.
+        """
+        answers, silent = self._crew.answers(timeout_s)
+        if not answers and not silent:
+            return Outcome({}, [], [])
+        shards: list[ShardInfos] = []
+        objects: dict[int, list[list[Any]]] = {}
+        results: list[Any] = []
+        if silent:
+            shards += self._truncate(silent, objects)
+        for member, reply in answers:
+            if isinstance(reply, Returned):
+                results += checked_list(values.loads(reply.values))
+            else:
+                self._read_stepped(member, reply, shards, objects)
+        shards.sort(key=lambda shard: shard.start)
+        infos = merge_infos(shards, self._num_envs) if shards else {}
+        parts = [objects[index] for index in sorted(objects)]
+        columns = [[item for part in column for item in part] for column in zip(*parts, strict=True)] if parts else []
+        return Outcome(infos, columns, results)
+
+    def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
+        """End the workers and let go of the memory."""
+        self._hub.close(timeout_s, terminate=terminate)
+        for memory in self._memories:
+            memory.close()
+
+    def _make_planes(self, make: ArrayMaker) -> Planes:
+        return Planes.make(self._plan.actions, self._plan.observations, self._num_envs, make)
+
+    def _set_up(self, members: Sequence[Member]) -> None:
+        """Bring new workers to where the lost ones were: attributes set, environments reset."""
+        for name, items in self._attributes.items():
+            self._ask(partial(_set_attribute, name, items), members)
+        for member in members:
+            # What the learner saw last. The reset overwrites it, and a rollout starts from the reset.
+            self._last[member.index] = [
+                None if plane is None else plane.copy() for plane in self._rows[member.index].observations
+            ]
+        for member, reply in self._ask(lambda call, m: Reset(call, list(self._crew.seeds_of(m)), None, None), members):
+            columns = expect(Stepped, reply).columns
+            self._first_objects[member.index] = [] if columns is None else checked_list(values.loads(columns))
+
+    def _ask(
+        self, make: Make, members: Sequence[Member], arrays: Arrays = lambda member: ()
+    ) -> list[tuple[Member, Reply]]:
+        """Ask new workers for something they need before they can take over.
+
+        Raises:
+            WorkerLost: One of them is lost, too.
+        """
+        self._hub.start(make, members, arrays)
+        answers: list[tuple[Member, Reply]] = []
+        for member, reply in self._hub.collect():
+            if isinstance(reply, Lost):
+                raise lost_error(member, reply)
+            answers.append((member, reply))
+        return answers
+
+    def _truncate(self, members: Sequence[Member], objects: dict[int, list[list[Any]]]) -> list[ShardInfos]:
+        """Report the episodes of lost workers as truncated, by the rules of the autoreset mode.
+
+        The learner sees once more the observation it saw last: what the action led to, nobody knows.
+        """
+        is_same_step = self._plan.autoreset_mode is AutoresetMode.SAME_STEP
+        if not is_same_step:
+            self._ask(lambda call, m: Truncate(call), members)
+        shards = []
+        for member in members:
+            rows, last = self._rows[member.index], self._last[member.index]
+            rows.rewards[:] = 0.0
+            rows.terminations[:] = False
+            rows.truncations[:] = everyone = np.ones(member.stop - member.start, np.bool_)
+            infos: dict[str, Any] = {"worker_lost": everyone, "_worker_lost": everyone.copy()}
+            if self._first_objects[member.index]:
+                objects[member.index] = self._first_objects[member.index]
+            if is_same_step:
+                infos |= {"final_obs": self._final_observations(last), "_final_obs": everyone.copy()}
+            else:
+                for plane, old in zip(rows.observations, last, strict=True):
+                    if plane is not None:
+                        plane[...] = old
+            shards.append(ShardInfos(member.start, member.stop, infos))
+        return shards
+
+    def _final_observations(self, leaves: Sequence[NDArray[Any] | None]) -> NDArray[Any]:
+        count = next(len(leaf) for leaf in leaves if leaf is not None)
+        finals = np.empty(count, dtype=object)
+        for row in range(count):
+            finals[row] = self._plan.observations.nest([None if leaf is None else leaf[row] for leaf in leaves])
+        return finals
+
+    def _read_stepped(
+        self, member: Member, reply: Reply, shards: list[ShardInfos], objects: dict[int, list[list[Any]]]
+    ) -> None:
+        stepped = expect(Stepped, reply)
+        if stepped.infos is not None:
+            shards.append(ShardInfos(member.start, member.stop, values.loads(stepped.infos)))
+        if stepped.columns is not None:
+            objects[member.index] = checked_list(values.loads(stepped.columns))
+
+    def _share(self, size_bytes: int) -> SharedMemory:
+        memory = SharedMemory(size_bytes)
+        self._memories.append(memory)
+        return memory
+
+    def _unshare(self, memory: SharedMemory | None) -> None:
+        if memory is not None:
+            memory.close()
+            self._memories.remove(memory)
+
+    def _landing(self, member: Member, reply: Reply) -> Sequence[NDArray[Any]]:
+        return list(self._rows[member.index].results()) if isinstance(reply, Stepped) else ()
+
+
+def _set_attribute(name: str, items: Sequence[Any], call: int, member: Member) -> SetAttribute:
+    return SetAttribute(call, name, cloudpickle.dumps(list(items[member.start : member.stop])))
+
+
+def expect(kind: type[Any], reply: Reply) -> Any:
+    """Return the reply if it is of this kind, else raise WireError."""
+    if not isinstance(reply, kind):
+        raise WireError(f"A worker answered with {type(reply).__name__} where {kind.__name__} was expected.")
+    return reply
+
+
+def checked_list(value: Any) -> list[Any]:
+    """Return a value that must be a list, else raise WireError."""
+    if not isinstance(value, list):
+        raise WireError(f"A worker sent a {type(value).__name__} where a list was expected.")
+    return value
+
+
+def checked_dict(value: Any) -> dict[str, Any]:
+    """Return a value that must be a dict, else raise WireError."""
+    if not isinstance(value, dict):
+        raise WireError(f"A worker sent a {type(value).__name__} where a dict was expected.")
+    return value
