@@ -148,7 +148,7 @@ def follow_values(rollout: Rollout, values: NDArray[np.float32], evaluate: Evalu
     following = np.concatenate([values[1:], evaluate(rollout.next_obs)[None]])
     finals = rollout.finals
     if len(finals.steps):
-        following[finals.steps, finals.env_indices] = evaluate(finals.obs)
+        following[finals.steps, finals.columns] = evaluate(finals.obs)
     return following
 
 

@@ -24,12 +24,13 @@ ALLOWED: dict[str, set[str]] = {
     "sample": {"errors", "factories"},
     "actions": {"wire.layout"},
     "resets": set(),
-    "inline": {"head.outcome", "policy", "wire", "worker.shard", "worker.infos"},
+    "inline": {"head.outcome", "policy", "rollout", "wire", "worker.shard", "worker.infos"},
     "plan": {"factories", "sample", "wire.assignment"},
     "start": {"errors", "config", "factories", "plan", "head", "launchers.base", "wire"},
+    "vector": {"actions", "head", "inline", "resets", "sample", "wire.layout"},
     "env": {
-        "errors", "config", "rollout", "wire", "head", "launchers", "policy", "adapters",
-        "factories", "sample", "plan", "actions", "resets", "inline", "start",
+        "errors", "config", "rollout", "head", "launchers", "policy", "adapters",
+        "factories", "sample", "plan", "actions", "inline", "start", "vector",
     },
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from numpy.typing import NDArray
 
@@ -13,6 +13,7 @@ from clusterenv.head.outcome import Collection, Outcome
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sketch import Measurement, Sketch
 from clusterenv.policy.weights import WeightsSpec
+from clusterenv.rollout import Rollout
 from clusterenv.wire.arrays import allocate
 from clusterenv.wire.assignment import Assignment
 from clusterenv.wire.block import Block
@@ -99,9 +100,9 @@ class Inline:
         """Return nothing: no worker is ever new."""
         return {}
 
-    def measure(self, sketches: Mapping[int, Sketch], number: int) -> dict[int, Measurement]:
+    def measure(self, sketches: Mapping[int, Sketch], numbers: Mapping[int, int]) -> dict[int, Measurement]:
         """Compare the copy with the newest policy."""
-        return {index: self._shard.measure(sketch, number) for index, sketch in sketches.items()}
+        return {index: self._shard.measure(sketch, numbers[index]) for index, sketch in sketches.items()}
 
     def collect(
         self, num_steps: int, number: int, version: int, pulls: Sequence[bool], arguments: Mapping[str, Any]
@@ -125,3 +126,40 @@ class Inline:
     def _load(self, version: int, pulls: Sequence[bool]) -> None:
         if pulls[0]:
             self._shard.load(version, self._weights)
+
+
+class InlineStream:
+    """A stream where there are no workers: each rollout is made when it is asked for.
+
+    Attributes:
+        values: Per-call values for the policy.
+    """
+
+    def __init__(self, rollout: Callable[[Mapping[str, Any]], Rollout], values: Mapping[str, Any]) -> None:
+        self.values = dict(values)
+        self._rollout = rollout
+        self._is_open = True
+
+    def __iter__(self) -> Self:
+        """Return the stream itself."""
+        return self
+
+    def __next__(self) -> Rollout:
+        """Make a rollout."""
+        if not self._is_open:
+            raise StopIteration
+        return self._rollout(self.values)
+
+    def close(self) -> None:
+        """End it."""
+        self._is_open = False
+
+    abandon = close
+
+    def __enter__(self) -> Self:
+        """Return the stream itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End it."""
+        self.close()

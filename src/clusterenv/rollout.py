@@ -54,29 +54,31 @@ class Finals:
     Attributes:
         obs: `[F, ...]`, nested as the observation space is.
         steps: The step of the rollout at which each episode ended.
-        env_indices: Whose.
+        columns: In which column.
     """
 
     obs: Any
     steps: NDArray[np.int64]
-    env_indices: NDArray[np.int64]
+    columns: NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Rollout:
-    """Arrays `[T, N, ...]`: first time, then environment; row i is environment i.
+    """Arrays `[T, N, ...]`: first time, then environment.
+
+    Column i is environment i. In a rollout of some environments only, as streams deliver them, it is `env_indices[i]`.
 
     Attributes:
         obs: What each action was chosen on, nested as the observation space is.
         actions: Nested as the action space is.
         extras: What the policy returned beside actions, by name: "logprob", "value", ...
         next_obs: `[N, ...]`, after the last step: what to bootstrap from.
-        valid: False where no action was taken, so that the row is no transition: in NEXT_STEP mode the step
-        that resets an
-            environment; without autoreset all steps after an episode's end. Leave such rows out of the loss.
+        valid: False where no action was taken, so that the row is no transition: in NEXT_STEP mode the step that
+            resets an environment; without autoreset all steps after an episode's end. Leave such rows out of the loss.
         states: The policy's recurrent state before each step, by name; empty if it has none.
         finals: The last observations of finished episodes.
         episodes: The finished episodes' returns and lengths.
+        env_indices: `[N]`, the environment of each column.
         versions: `[N]`, the version of the weights that chose environment i's actions.
         ages: `[N]`, how many versions behind the newest that was.
         divergences: `[N]`, the mean KL divergence last measured between that version and the newest; NaN if never.
@@ -94,6 +96,7 @@ class Rollout:
     states: dict[str, NDArray[Any]]
     finals: Finals
     episodes: Episodes
+    env_indices: NDArray[np.int64]
     versions: NDArray[np.int64]
     ages: NDArray[np.int64]
     divergences: NDArray[np.float64]
@@ -129,7 +132,7 @@ class Rollout:
         def follow(obs: NDArray[Any], last: NDArray[Any], final: NDArray[Any]) -> NDArray[Any]:
             following = np.concatenate([obs[1:], last[None]])
             if self.autoreset_mode is AutoresetMode.SAME_STEP:  # Else the final observation is the next row's own.
-                following[self.finals.steps, self.finals.env_indices] = final
+                following[self.finals.steps, self.finals.columns] = final
             return following[steps, envs]
 
         return Transitions(

@@ -24,24 +24,28 @@ def assemble(
     mode: AutoresetMode,
     provenance: Mapping[str, NDArray[Any]],
     stats: dict[str, Any],
+    env_indices: NDArray[np.int64] | None = None,
 ) -> Rollout:
     """Make the rollout.
 
     Args:
         collection: What the workers made.
-        shards: Whose environments each summary speaks of.
+        shards: Whose columns each summary speaks of.
         layouts: Of actions and observations.
         mode: How environments were reset.
         provenance: `versions`, `ages` and `divergences`, per environment.
         stats: What it cost.
+        env_indices: The environment of each column, if not that of the same number.
 
     Raises:
         WireError: A worker's summary makes no sense.
     """
     actions, observations = layouts
     block = collection.block
+    if env_indices is None:
+        env_indices = np.arange(block.rewards.shape[1])
     try:
-        episodes = _episodes(collection.summaries, shards, len(block.rewards))
+        episodes = _episodes(collection.summaries, shards, len(block.rewards), env_indices)
         finals = _finals(collection, shards, observations, mode)
     except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise WireError(f"A worker's summary of its rollout makes no sense: {error!r}.") from error
@@ -59,13 +63,16 @@ def assemble(
         episodes=episodes,
         autoreset_mode=mode,
         stats=stats,
+        env_indices=env_indices,
         versions=provenance["versions"],
         ages=provenance["ages"],
         divergences=provenance["divergences"],
     )
 
 
-def _episodes(summaries: Sequence[Mapping[str, Any]], shards: Shards, num_steps: int) -> Episodes:
+def _episodes(
+    summaries: Sequence[Mapping[str, Any]], shards: Shards, num_steps: int, env_indices: NDArray[np.int64]
+) -> Episodes:
     """Put the shards' episodes in order of time, then environment."""
     parts = [summary["episodes"] for summary in summaries]
     rows = np.concatenate(
@@ -77,7 +84,7 @@ def _episodes(summaries: Sequence[Mapping[str, Any]], shards: Shards, num_steps:
     return Episodes(
         np.concatenate([part["return"] for part in parts]).astype(np.float64)[order],
         np.concatenate([part["length"] for part in parts]).astype(np.int64)[order],
-        rows[order],
+        env_indices[rows[order]],
         steps[order],
         [infos[index] for index in order],
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,13 +13,16 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.head.assemble import assemble
+from clusterenv.head.lane import Made
 from clusterenv.head.ledger import Ledger
 from clusterenv.head.outcome import Collection
 from clusterenv.head.publisher import PolicyBackend, Publisher
+from clusterenv.head.remote import Remote
+from clusterenv.head.stream import Stream, StreamWish
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sync import SyncRule
 from clusterenv.rollout import Rollout
-from clusterenv.wire.block import check_collectable
+from clusterenv.wire.block import Block, check_collectable
 from clusterenv.wire.layout import Layout
 
 
@@ -109,6 +113,47 @@ class Conductor:
             provenance,
             self._cost(before, collection, seconds),
         )
+
+    def stream(self, remote: Remote, policy: Policy, wish: StreamWish) -> Stream:
+        """Let the workers make rollouts while the learner learns."""
+        check_collectable(*self._layouts)
+        with self._distrust_after_failure():
+            pulls = self._publisher.prepare(policy, wish.values)
+            return Stream(remote, self._publisher, self.ledger, policy, self._assemble_stream(), wish, pulls)
+
+    def _assemble_stream(self) -> Callable[[Sequence[Made]], Rollout]:
+        """Return what makes a rollout of the parts that workers made."""
+        delivered_at = time.perf_counter()
+        before = self.ledger.snapshot()
+
+        def join(group: Sequence[Made]) -> Rollout:
+            nonlocal delivered_at, before
+            now = time.perf_counter()
+            seconds, delivered_at = now - delivered_at, now
+            block = Block.beside([made.block for made in group])
+            collection = Collection(block, [made.summary for made in group], [made.busy_s for made in group])
+            sizes = [made.block.rewards.shape[1] for made in group]
+            bounds = np.cumsum([0, *sizes]).tolist()
+            versions = np.repeat([made.version for made in group], sizes)
+            indices = [made.lane.member.index for made in group]
+            self.ledger.note_rollout(block.rewards.size, collection, seconds)
+            rollout = assemble(
+                collection,
+                list(itertools.pairwise(bounds)),
+                self._layouts,
+                self._mode,
+                {
+                    "versions": versions,
+                    "ages": self._publisher.version - versions,
+                    "divergences": np.repeat([self._publisher.divergence(index) for index in indices], sizes),
+                },
+                self._cost(before, collection, seconds),
+                np.concatenate([made.lane.member.env_indices for made in group]),
+            )
+            before = self.ledger.snapshot()
+            return rollout
+
+        return join
 
     @contextlib.contextmanager
     def _distrust_after_failure(self) -> Iterator[None]:

@@ -103,16 +103,28 @@ class Crew:
             WorkerFailed: A factory raised.
             WorkerLost: A worker died of it.
         """
-        offer = None if self._memory is None else self._memory.offer
-        desks = {m.index: HeadDesk(self._memory.memory, m.index) for m in members} if self._memory else {}
-        self._hub.start(lambda call, m: Assign(call, m.start, m.stop, self._code(m.start), offer), members)
+        desks = {member.index: self.make_desk(member) for member in members}
+        self._hub.start(lambda call, member: self.assignment(call, member), members)
         for member, reply in self._hub.collect(self._join_s):
             if isinstance(reply, Lost):
                 raise lost_error(member, reply)
-            if not isinstance(reply, Ready):
-                raise WireError(f"A worker answered with {type(reply).__name__} where Ready was expected.")
-            if reply.shares_memory and member.index in desks:
-                self._hub.use_desk(member, desks[member.index])
+            self.note_ready(member, reply, desks[member.index])
+
+    def make_desk(self, member: Member) -> HeadDesk | None:
+        """Clear the worker's desk, before it is told of it; None if no memory is shared."""
+        return None if self._memory is None else HeadDesk(self._memory.memory, member.index)
+
+    def assignment(self, call: int, member: Member, *, streams: bool = False) -> Assign:
+        """Return what tells a worker its shard."""
+        offer = None if self._memory is None else self._memory.offer
+        return Assign(call, member.start, member.stop, self._code(member.start), offer, streams)
+
+    def note_ready(self, member: Member, reply: Reply, desk: HeadDesk | None) -> None:
+        """Take a worker's word that it has made its environments, and talk to it over its desk if it can."""
+        if not isinstance(reply, Ready):
+            raise WireError(f"A worker answered with {type(reply).__name__} where Ready was expected.")
+        if reply.shares_memory and desk is not None:
+            self._hub.use_desk(member, desk)
 
     def start(self, make: Make, arrays: Arrays = lambda member: ()) -> None:
         """Start a call that a new worker can be asked to do again in place of one that was lost."""
@@ -157,10 +169,9 @@ class Crew:
         waiting = list(lost)
         while waiting:
             members = [member for member, _ in waiting]
-            for member, loss in waiting:
-                self._allow(member, loss)
+            pause_s = max([self.allow(member, loss) for member, loss in waiting])
             try:
-                self._hub.rest(_BACK_OFF_S * max(self._records[m.index].in_a_row - 1 for m in members))
+                self._hub.rest(pause_s)
                 self._hub.restart(members)
                 self.assign(members)
                 self.on_new(members)
@@ -169,21 +180,23 @@ class Crew:
             else:
                 waiting = []
         for member, loss in lost:
-            seconds = time.monotonic() - started
-            seeds = tuple(self.seeds_of(member))
-            self.losses.append(
-                Loss(
-                    worker_index=member.index,
-                    env_indices=member.env_indices,
-                    reason=loss.reason,
-                    seeds=seeds,
-                    recovery_s=seconds,
-                )
-            )
-            log.warning("%s, takes over after %.1f s", member, seconds)
+            self.note_replaced(member, loss, time.monotonic() - started)
 
-    def _allow(self, member: Member, loss: Lost) -> None:
-        """Decide whether to try again, and with which seeds.
+    def note_replaced(self, member: Member, loss: Lost, recovery_s: float) -> None:
+        """Write down that a new worker has taken over."""
+        self.losses.append(
+            Loss(
+                worker_index=member.index,
+                env_indices=member.env_indices,
+                reason=loss.reason,
+                seeds=tuple(self.seeds_of(member)),
+                recovery_s=recovery_s,
+            )
+        )
+        log.warning("%s, takes over after %.1f s", member, recovery_s)
+
+    def allow(self, member: Member, loss: Lost) -> float:
+        """Decide whether to replace a lost worker, and with which seeds; returns how many seconds to wait before.
 
         Raises:
             WorkerLost: This was once too often, or losses are to be raised.
@@ -199,6 +212,7 @@ class Crew:
         words = [self._entropy or 0, member.index, len(self.losses), record.in_a_row]
         sequence = np.random.SeedSequence(words if self._entropy is not None else None)
         record.seeds = [int(word) for word in sequence.generate_state(member.stop - member.start)]
+        return _BACK_OFF_S * (record.in_a_row - 1)
 
 
 def lost_error(member: Member, loss: Lost) -> WorkerLost:

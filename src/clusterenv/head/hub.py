@@ -6,32 +6,32 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import zmq
 from numpy.typing import NDArray
 
 from clusterenv.config import Timeouts
-from clusterenv.errors import CallTimeout, WireError, WorkerFailed
+from clusterenv.errors import CallTimeout, WireError
 from clusterenv.head.door import Door, log_of
-from clusterenv.head.failure import rebuild
+from clusterenv.head.failure import failure_of
 from clusterenv.head.outcome import Lost
 from clusterenv.head.roster import Member, Roster
+from clusterenv.head.vigil import Vigil
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
-from clusterenv.wire.messages import Failed, Join, Part, Ping, Reply, Request, Stepped, Stop
+from clusterenv.wire.messages import Failed, Join, Part, Reply, Request, Stepped, Stop
 from clusterenv.wire.shared import Bell, HeadDesk
 from clusterenv.wire.zeromq import HeadSocket
 
 log = logging.getLogger(__name__)
 
 _SLICE_S = 0.1  # How long to sleep at most before looking whether a worker has died.
-_SUSPICION_S = 3.0  # After a connection has ended, how long to go on asking whose it was.
 _SETTLE_S = 1e-3
-_LAST_WORDS_S = 1.0  # How long the launcher gets to say how a worker ended whose connection has.
 
 Landing = Callable[[Member, Reply], Sequence[NDArray[Any]]]
+Accept = Callable[[Member, Reply, Sequence[zmq.Frame]], None]
 Answer = tuple[Member, "Reply | Lost"]
 
 
@@ -55,12 +55,12 @@ class Hub:
         self._fleet = fleet
         self._roster = Roster(shards)
         self._door = Door(socket, fleet, self._roster)
+        self._vigil = Vigil(socket, fleet, timeouts.silence_s)
         self.members = self._roster.members
         self._timeouts = timeouts
         self._desks: list[HeadDesk | None] = [None] * len(shards)
         self._replies: list[Reply | Lost | None] = [None] * len(shards)
-        self._cut_since: dict[int, float] = {}
-        self._suspicious_until = 0.0
+        self._losses: dict[int, Lost] = {}
         self._call = 0
         self._is_plain = False
         self._is_open = False
@@ -87,6 +87,16 @@ class Hub:
             LaunchError: A worker ended instead, or they took too long.
         """
         self._door.await_members(self._pump, self.members, self._timeouts.join_s)
+
+    @property
+    def call_s(self) -> float:
+        """How long to wait for an answer before giving up."""
+        return self._timeouts.call_s
+
+    @property
+    def join_s(self) -> float:
+        """How long to wait for a worker to join before giving up."""
+        return self._timeouts.join_s
 
     @property
     def call(self) -> int:
@@ -168,7 +178,7 @@ class Hub:
         answers = self._await_answers(self._timeouts.call_s if timeout_s is None else timeout_s)
         for member, reply in answers:
             if isinstance(reply, Failed):
-                self._raise_failure(member, reply)
+                raise failure_of(member, reply)
         return answers
 
     def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
@@ -178,7 +188,7 @@ class Hub:
         for member, desk in zip(self.members, self._desks, strict=True):
             if desk is not None:
                 desk.stop()
-            elif member.peer is not None:
+            if member.peer is not None:  # By both ways: a worker that streams listens to the socket.
                 self._socket.send(member.peer, [messages.encode(Stop())])
         self._fleet.stop(0.0 if terminate else self._timeouts.close_s if timeout_s is None else timeout_s)
         self._socket.close()
@@ -243,7 +253,7 @@ class Hub:
         self._roster.owe(self._call, present)
         for member in members:
             if member.peer is None:
-                self._replies[member.index] = Lost("it was lost in an earlier call")
+                self._replies[member.index] = self._losses[member.index]
         num_desks = sum([self._desks[member.index] is not None for member in present])
         self._awaits_bell = num_desks > 0
         if num_desks:
@@ -259,7 +269,7 @@ class Hub:
                 return
             arrays = ()
         if not self._socket.send(member.peer, [frame, *arrays]):
-            self._suspect(time.monotonic())
+            self._vigil.suspect(time.monotonic())
 
     def _take_desks(self) -> None:
         """Take the replies that lie on desks; one too large for that comes over the socket, as any other does."""
@@ -277,7 +287,19 @@ class Hub:
                 self._settle(member, messages.decode_reply(frame))
 
     def _pump(self, timeout_s: float) -> bool:
-        """Deal with one message from the socket, if one comes. Nonsense is logged and harms nobody."""
+        """Deal with one message from the socket, if one comes."""
+        return self.listen(timeout_s, self._accept)
+
+    def listen(self, timeout_s: float, accept: Accept) -> bool:
+        """Wait for one message from the socket. Nonsense is logged and harms nobody.
+
+        Args:
+            timeout_s: How long.
+            accept: Deals with a worker's reply and the frames that came with it; may raise WireError.
+
+        Returns:
+            Whether one came.
+        """
         received = self._socket.receive(timeout_s)
         if received is None:
             return False
@@ -292,11 +314,30 @@ class Hub:
             elif member is None:
                 raise WireError(f"{type(reply).__name__} from somebody who has not joined")
             else:
-                self._accept(member, reply, frames[1:])
+                accept(member, reply, frames[1:])
         except WireError as error:
             # As text: a log handler that keeps the error would keep the whole hub by its traceback.
             log.warning("refused a message from %s: %s", "a stranger" if member is None else member, str(error))
         return True
+
+    def post(self, member: Member, make: Callable[[int], Request], arrays: Sequence[Any] = ()) -> int:
+        """Send one worker a request over its socket, outside any call of all; returns the request's number."""
+        self._call += 1
+        assert member.peer is not None, "it is here"
+        if not self._socket.send(member.peer, [messages.encode(make(self._call)), *arrays]):
+            self._vigil.suspect(time.monotonic())
+        return self._call
+
+    def look_for_losses(self, members: Sequence[Member]) -> list[tuple[Member, Lost]]:
+        """Return those of these workers that are lost; the caller gives them up."""
+        return [
+            (member, Lost(f"{reason}. {log_of(self._fleet, member)}"))
+            for member, reason in self._vigil.look(members, time.monotonic())
+        ]
+
+    def restart_soon(self, member: Member) -> None:
+        """Start a worker that was given up once more, without waiting for it to join."""
+        self._fleet.restart(member.index)
 
     def _accept(self, member: Member, reply: Reply, frames: Sequence[zmq.Frame]) -> None:
         assert not isinstance(reply, Join)
@@ -317,34 +358,14 @@ class Hub:
     def _check_missing(self, deadline: float, timeout_s: float) -> None:
         """Note the workers that owe an answer and are lost; raise if time is up for the others."""
         now = time.monotonic()
-        exits = self._fleet.exits()
-        self._find_cut_off(now)
-        for member in self._roster.debtors():
-            since = self._cut_since.get(member.index, now)
-            if member.index in exits:
-                self._lose(member, f"it ended ({exits[member.index]})")
-            elif now - since > _LAST_WORDS_S:
-                self._lose(member, f"its connection was lost (silent for {self._timeouts.silence_s:g} s, or closed)")
+        for member, reason in self._vigil.look(self._roster.debtors(), now):
+            self._lose(member, reason)
         if now >= deadline and (missing := self._roster.debtors()):
             raise CallTimeout(
                 f"No answer within {timeout_s:g} s from {'; '.join(str(member) for member in missing)}. "
                 "It may be slow or hang; the call is still pending, and whatever is called next waits for it. Give it "
                 f"longer with Timeouts(call_s=...), or close(). {log_of(self._fleet, missing[0])}"
             )
-
-    def _find_cut_off(self, now: float) -> None:
-        """Find out whose connection has ended: ZeroMQ says that one has, and then refuses to send to it."""
-        if self._socket.count_hangups():
-            self._suspect(now)
-        if now > self._suspicious_until:
-            return
-        for member in self._roster.debtors():
-            assert member.peer is not None, "who owes is here"
-            if member.index not in self._cut_since and not self._socket.send(member.peer, [messages.encode(Ping())]):
-                self._cut_since[member.index] = now
-
-    def _suspect(self, now: float) -> None:
-        self._suspicious_until = now + _SUSPICION_S
 
     def _lose(self, member: Member, reason: str) -> None:
         """Give a worker up, unless it has left its answer behind."""
@@ -353,22 +374,16 @@ class Hub:
             pass
         if member.owes is None:
             return
-        self._replies[member.index] = Lost(f"{reason} while the head waited for it. {log_of(self._fleet, member)}")
+        loss = Lost(f"{reason} while the head waited for it. {log_of(self._fleet, member)}")
+        self._replies[member.index] = loss
+        self.give_up(member, loss)
+
+    def give_up(self, member: Member, loss: Lost) -> None:
+        """Strike a worker off: whatever still comes from it is a stranger's."""
         self._roster.lose(member)
-        self._cut_since.pop(member.index, None)
+        self._losses[member.index] = loss
+        self._vigil.forget(member)
         if self._desks[member.index] is not None and self.bell is not None:
             self._desks[member.index] = None
             # Nobody knows whether it has been counted. The others' answers are found without the bell, if need be.
             self.bell.silence()
-
-    def _raise_failure(self, member: Member, failed: Failed) -> NoReturn:
-        is_known = failed.env_index is not None and member.start <= failed.env_index < member.stop
-        env_indices = (failed.env_index,) if is_known and failed.env_index is not None else member.env_indices
-        name = f"Environment {failed.env_index}" if is_known else "An environment or the policy"
-        raise WorkerFailed(
-            f"{name} raised {failed.type_name}: {failed.text} (on {member}). "
-            f"The traceback there was:\n\n{failed.traceback}",
-            worker_index=member.index,
-            env_indices=env_indices,
-            remote_traceback=failed.traceback,
-        ) from rebuild(failed.type_module, failed.type_name, failed.text)

@@ -27,6 +27,9 @@ class Ledger:
         self.reasons: Counter[Reason] = Counter()
         self.collect_s = 0.0
         self.busy_s = 0.0
+        self.rollouts_lost = 0
+        self.rollouts_discarded = 0
+        self.env_steps_discarded = 0
 
     def note_version(self, num_workers: int, weights_bytes: int) -> None:
         """Count a new version of the policy."""
@@ -43,6 +46,11 @@ class Ledger:
         self.busy_s += sum(collection.busy_s)
         self.bytes["rollouts"] += sum(array.nbytes for array in collection.block.arrays())
 
+    def note_discarded(self, env_steps: int) -> None:
+        """Count a rollout that was made and thrown away."""
+        self.rollouts_discarded += 1
+        self.env_steps_discarded += env_steps
+
     def snapshot(self) -> dict[str, float]:
         """Return the counts that one rollout can change."""
         return {
@@ -57,6 +65,9 @@ class Ledger:
         return {
             "env_steps": self.env_steps,
             "rollouts": self.rollouts,
+            "rollouts_discarded": self.rollouts_discarded,
+            "rollouts_lost": self.rollouts_lost,
+            "env_steps_discarded": self.env_steps_discarded,
             "updates": self.updates,
             "checks": self.checks,
             "pulls": self.pulls,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,7 +49,7 @@ class PolicyBackend(Protocol):
     def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Encode a version's weights once, for all workers that will take them."""
 
-    def measure(self, sketches: Mapping[int, Sketch], number: int) -> dict[int, Measurement]:
+    def measure(self, sketches: Mapping[int, Sketch], numbers: Mapping[int, int]) -> dict[int, Measurement]:
         """Let workers compare their policy with the newest."""
 
     def take_new(self) -> dict[int, int]:
@@ -75,13 +75,17 @@ class Publisher:
         self._checked = [0] * len(self._shards)
         self._divergence = [float("nan")] * len(self._shards)
         self._trackers: list[Tracker] = []
-        self._probes: list[Probes | None] = [None] * len(self._shards)
-        self._has_probes = False
+        self._probes: dict[int, tuple[int, Probes]] = {}
         self._warned: set[Reason] = set()
 
     def tell(self) -> None:
         """Note that the weights have changed, for policies that cannot notice it themselves."""
         self._is_told = True
+
+    @property
+    def weights_spec(self) -> WeightsSpec:
+        """The form of the weights."""
+        return self._spec
 
     def prepare(self, policy: Policy, arguments: Mapping[str, Any]) -> list[bool]:
         """Bring the newest version to the workers that need it; returns which of them must load it now."""
@@ -89,46 +93,63 @@ class Publisher:
             self._adopt(policy, arguments)
             return [False] * len(self._shards)
         self.note_new()
+        self.notice(policy)
+        return self._choose(policy)
+
+    def notice(self, policy: Policy) -> None:
+        """Find out whether the weights have changed: then they are a new version."""
         stamp = policy.stamp()
         if self._is_told or stamp != self._stamp:
             self._stamp, self._is_told = stamp, False
             self._number_version()
-        return self._choose(policy)
 
     def remember(self, block: Block) -> None:
-        """Keep the probes of a rollout, the same that its workers keep."""
+        """Keep the probes of a rollout of all environments, the same that its workers keep."""
+        for index, (start, stop) in enumerate(self._shards):
+            self.remember_shard(index, block.columns(start, stop), self.number)
+
+    def remember_shard(self, index: int, columns: Block, number: int) -> None:
+        """Keep the probes of one worker's part of a rollout."""
         if not self._rule.needs_sketch:
             return
-        self._has_probes = True
-        num_steps = len(block.rewards)
-        for index, (start, stop) in enumerate(self._shards):
-            columns = block.columns(start, stop)
-            indices = choose_probes(
-                num_steps, stop - start, count=DEFAULT_PROBES, seed=0, number=self.number, valid=columns.valid
-            )
-            obs = self._observations.nest([column[:num_steps] for column in columns.observations])
-            self._probes[index] = take_probes(indices, obs, columns.states or None)
+        num_steps, num_envs = columns.rewards.shape
+        indices = choose_probes(num_steps, num_envs, count=DEFAULT_PROBES, seed=0, number=number, valid=columns.valid)
+        obs = self._observations.nest([column[:num_steps] for column in columns.observations])
+        self._probes[index] = number, take_probes(indices, obs, columns.states or None)
 
     def note_new(self) -> None:
         """Learn which workers were replaced: these hold no probes, and the weights that were encoded last."""
         for index, version in self._backend.take_new().items():
-            self._own[index] = version
-            self._divergence[index] = float("nan") if version < self.version else 0.0
-            self._probes[index] = None
-            self._trackers[index] = self._rule.start()
-            self._ledger.pulls += 1
-            self._ledger.reasons[Reason.FIRST] += 1
-            self._ledger.bytes["weights"] += self._spec.size_bytes
+            self.note_replaced(index, version)
+
+    def note_replaced(self, index: int, version: int) -> None:
+        """Note that a new worker has taken over, with the weights of this version."""
+        self._probes.pop(index, None)
+        self._trackers[index] = self._rule.start()
+        self._pull(index, Reason.FIRST)
+        if version < self.version:
+            self._own[index], self._divergence[index] = version, float("nan")
+
+    def lag(self, index: int) -> int:
+        """How many versions a worker is behind the newest."""
+        return self.version - self._own[index]
+
+    def insist(self, index: int) -> None:
+        """Count a pull that the rule did not ask for: the worker is too far behind for its work to be used."""
+        self._pull(index, Reason.LAG)
 
     def forget_probes(self) -> None:
         """Note that the newest observations are the planes'."""
-        if self._has_probes:
-            self._has_probes = False
-            self._probes = [None] * len(self._shards)
+        if self._probes:
+            self._probes = {}
 
     def forget_policy(self) -> None:
         """Note that it is not known what the workers hold, after a failure: the next call sends everything anew."""
         self._policy = None
+
+    def divergence(self, index: int) -> float:
+        """The divergence last measured between a worker's policy and the newest; NaN if never."""
+        return self._divergence[index]
 
     def provenance(self) -> dict[str, NDArray[Any]]:
         """Return, for every environment, the version its worker holds, its age and its last measured divergence."""
@@ -158,30 +179,62 @@ class Publisher:
         self.version += 1
         self._ledger.note_version(len(self._shards), self._spec.size_bytes)
 
-    def _choose(self, policy: Policy) -> list[bool]:
-        behind = [index for index in range(len(self._shards)) if self._own[index] < self.version > self._checked[index]]
-        for index in behind:
-            self._divergence[index] = float("nan")
-        if self._rule.needs_sketch and behind:
-            self._measure(policy, behind)
-            self.note_new()
-        verdicts: dict[int, Reason] = {}
-        for index in behind:
-            self._checked[index] = self.version
-            measured = self._divergence[index]
-            divergence = measured if self._rule.needs_sketch and not math.isnan(measured) else None
-            verdict = self._trackers[index].judge(self._own[index], self.version, divergence)
-            if verdict.pulls:
-                verdicts[index] = verdict.reason
-                if verdict.advice is not None and verdict.reason not in self._warned:
-                    self._warned.add(verdict.reason)
-                    log.warning("%s", verdict.advice)
-        if verdicts:
-            self._backend.load(self._spec, policy.weights(), self.version)
-        for index, reason in verdicts.items():
-            self._pull(index, reason)
+    def is_behind(self, index: int) -> bool:
+        """Whether a worker holds an older version than the newest, and nobody has judged yet whether that will do."""
+        return self._own[index] < self.version > self._checked[index]
+
+    def judge(self, index: int, version: int, divergence: float | None) -> bool:
+        """Decide whether a worker takes the newest version; then count that.
+
+        Args:
+            index: Whose.
+            version: That it was compared with.
+            divergence: What came out; None if they cannot be compared.
+        """
+        self._checked[index] = version
+        self._divergence[index] = float("nan") if divergence is None else divergence
+        verdict = self._trackers[index].judge(self._own[index], version, divergence)
+        if verdict.pulls:
+            if verdict.advice is not None and verdict.reason not in self._warned:
+                self._warned.add(verdict.reason)
+                log.warning("%s", verdict.advice)
+            self._pull(index, verdict.reason)
         self._ledger.age = float(np.mean([self.version - own for own in self._own]))
-        return [index in verdicts for index in range(len(self._shards))]
+        return verdict.pulls
+
+    def sketch(self, policy: Policy, index: int) -> tuple[int, Sketch] | None:
+        """Sketch the newest policy for a worker, with the number of the rollout its probes are of; None if none can."""
+        if not self._rule.needs_sketch:
+            return None
+        if index not in self._probes:
+            self.number += 1
+            number, probes = self.number, self._current_probes(policy, index)
+        else:
+            number, probes = self._probes[index]
+        sketch = make_sketch(policy, probes, self.version)
+        if sketch is None:
+            return None
+        self._ledger.checks += 1
+        self._ledger.bytes["sketches"] += sketch.size_bytes
+        return number, sketch
+
+    def _choose(self, policy: Policy) -> list[bool]:
+        behind = [index for index in range(len(self._shards)) if self.is_behind(index)]
+        sketches = {index: found for index in behind if (found := self.sketch(policy, index)) is not None}
+        measured: dict[int, Measurement] = {}
+        if sketches:
+            measured = self._backend.measure(
+                {index: sketch for index, (_, sketch) in sketches.items()},
+                {index: number for index, (number, _) in sketches.items()},
+            )
+            self._ledger.divergence = float(np.nanmean([m.mean for m in measured.values()])) if measured else math.nan
+            self.note_new()
+        pulls = [False] * len(self._shards)
+        for index in behind:
+            pulls[index] = self.judge(index, self.version, measured[index].mean if index in measured else None)
+        if any(pulls):
+            self._backend.load(self._spec, policy.weights(), self.version)
+        return pulls
 
     def _pull(self, index: int, reason: Reason) -> None:
         self._own[index] = self.version
@@ -189,20 +242,6 @@ class Publisher:
         self._ledger.pulls += 1
         self._ledger.reasons[reason] += 1
         self._ledger.bytes["weights"] += self._spec.size_bytes
-
-    def _measure(self, policy: Policy, behind: Sequence[int]) -> None:
-        self.number += 1
-        sketches: dict[int, Sketch] = {}
-        for index in behind:
-            sketch = make_sketch(policy, self._probes[index] or self._current_probes(policy, index), self.version)
-            if sketch is not None:
-                sketches[index] = sketch
-                self._ledger.checks += 1
-                self._ledger.bytes["sketches"] += sketch.size_bytes
-        if sketches:
-            for index, measurement in self._backend.measure(sketches, self.number).items():
-                self._divergence[index] = measurement.mean
-            self._ledger.divergence = float(np.nanmean([self._divergence[index] for index in sketches]))
 
     def _current_probes(self, policy: Policy, index: int) -> Probes:
         start, stop = self._shards[index]

@@ -37,12 +37,16 @@ class _Weights:
 
 
 class Remote(RemoteEnvs):
-    """Environments with policies beside them. `decide` starts a call that `finish` ends."""
+    """Environments with policies beside them. `decide` starts a call that `finish` ends.
+
+    Attributes:
+        block_spec: What rollouts look like, once a policy was adopted.
+    """
 
     def __init__(self, hub: Hub, plan: RemotePlan) -> None:
         """Lay out the planes, as `RemoteEnvs` does."""
         self._block: tuple[int, SharedMemory | None, Block] | None = None
-        self._block_spec: BlockSpec | None = None
+        self.block_spec: BlockSpec | None = None
         self._weights: _Weights | None = None
         self._adoption: Callable[..., Adopt] | None = None
         self._new: dict[int, int] = {}
@@ -66,25 +70,25 @@ class Remote(RemoteEnvs):
         except Exception as error:
             raise PolicyError(f"The agent cannot be sent to workers: {type(error).__name__}: {error}.") from error
         if self._weights is not None:
-            self._unshare(self._weights.memory)
+            self.unshare(self._weights.memory)
         if self._block is not None:
-            self._unshare(self._block[1])
+            self.unshare(self._block[1])
         self._weights = self._block = None
-        memory = self._share(spec.size_bytes) if self._plan.shares_memory else None
+        memory = self.share(spec.size_bytes) if self.plan.shares_memory else None
         block = spec.encode(policy.weights(), None if memory is None else _bytes_of(memory, spec.size_bytes))
         self._weights = _Weights(memory, block, version)
         offer = None if memory is None else memory.offer
         pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
         self._adoption = None
         adoption = partial(Adopt, code=code, weights=offer, num_probes=num_probes, arguments=pickled)
-        self._crew.start(lambda call, _: adoption(call=call, version=version), arrays=lambda _: [block])
-        answers, _ = self._crew.answers()
+        self.crew.start(lambda call, _: adoption(call=call, version=version), arrays=lambda _: [block])
+        answers, _ = self.crew.answers()
         self._adoption = adoption
         schemas = {(tuple(a.extras), tuple(a.states)) for _, r in answers for a in [expect(Adopted, r)]}
         if len(schemas) != 1:
             raise PolicyError(f"The policy returns different extras or states on different workers: {schemas}.")
         ((extras, states),) = schemas
-        self._block_spec = BlockSpec(self._plan.actions, self._plan.observations, extras, states)
+        self.block_spec = BlockSpec(self.plan.actions, self.plan.observations, extras, states)
 
     def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Encode a version's weights once, for all workers that will be told to take them."""
@@ -96,16 +100,16 @@ class Remote(RemoteEnvs):
         else:
             spec.encode(weights, self._weights.block)
 
-    def measure(self, sketches: Mapping[int, Sketch], number: int) -> dict[int, Measurement]:
+    def measure(self, sketches: Mapping[int, Sketch], numbers: Mapping[int, int]) -> dict[int, Measurement]:
         """Let workers compare their policy with a sketch of the newest; keys are worker indices."""
-        members = [member for member in self._hub.members if member.index in sketches]
+        members = [member for member in self.hub.members if member.index in sketches]
 
         def ask(call: int, member: Member) -> Measure:
             sketch = sketches[member.index]
-            return Measure(call, number, sketch.version, sketch.family, values.dumps(sketch.arrays))
+            return Measure(call, numbers[member.index], sketch.version, sketch.family, values.dumps(sketch.arrays))
 
-        self._crew.start_once(lambda: self._hub.start(ask, members))
-        answers, _ = self._crew.answers()
+        self.crew.start_once(lambda: self.hub.start(ask, members))
+        answers, _ = self.crew.answers()
         measured = ((member, expect(Measured, reply)) for member, reply in answers)
         return {member.index: Measurement(a.divergence, a.standard_error) for member, a in measured}
 
@@ -115,7 +119,7 @@ class Remote(RemoteEnvs):
         make, arrays = self._with_weights(
             pulls, lambda call, pulled: Decide(call, version if pulled else None, pickled)
         )
-        self._crew.start_once(lambda: self._hub.start(make, arrays=arrays))
+        self.crew.start_once(lambda: self.hub.start(make, arrays=arrays))
 
     def collect(
         self, num_steps: int, number: int, version: int, pulls: Sequence[bool], arguments: Mapping[str, Any]
@@ -135,7 +139,7 @@ class Remote(RemoteEnvs):
         memory, block = self._block_for(num_steps)
         offer = None if memory is None else memory.offer
         pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
-        self._crew.start(
+        self.crew.start(
             *self._with_weights(
                 pulls,
                 lambda call, pulled: Collect(call, number, num_steps, version if pulled else None, pickled, offer),
@@ -143,12 +147,17 @@ class Remote(RemoteEnvs):
         )
         summaries: list[Mapping[str, Any]] = []
         busy_s: list[float] = []
-        answers, _ = self._crew.answers()
+        answers, _ = self.crew.answers()
         for _, reply in answers:
             collected = expect(Collected, reply)
             summaries.append(checked_dict(values.loads(collected.summary)))
             busy_s.append(collected.busy_s)
         return Collection(block, summaries, busy_s)
+
+    def adoption(self, call: int, version: int) -> Adopt:
+        """Return what gives a worker the policy that the others have; weights of this version must follow."""
+        assert self._adoption is not None, "a policy was adopted"
+        return self._adoption(call=call, version=version)
 
     def _set_up(self, members: Sequence[Member]) -> None:
         """Bring new workers to where the lost ones were: attributes set, environments reset, the policy adopted."""
@@ -170,13 +179,13 @@ class Remote(RemoteEnvs):
         )
 
     def _block_for(self, num_steps: int) -> tuple[SharedMemory | None, Block]:
-        spec = self._block_spec
+        spec = self.block_spec
         assert spec is not None, "a policy was adopted"
         if self._block is None or self._block[0] != num_steps:
             if self._block is not None:
-                self._unshare(self._block[1])
-            if self._plan.shares_memory:
-                memory = self._share(size_of(lambda make: spec.make(num_steps, self._num_envs, make)))
+                self.unshare(self._block[1])
+            if self.plan.shares_memory:
+                memory = self.share(size_of(lambda make: spec.make(num_steps, self._num_envs, make)))
                 self._block = num_steps, memory, spec.make(num_steps, self._num_envs, carver(memory.memory))
             else:
                 self._block = num_steps, None, spec.make(num_steps, self._num_envs, allocate)

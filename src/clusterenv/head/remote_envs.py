@@ -25,6 +25,7 @@ from clusterenv.wire.layout import Layout
 from clusterenv.wire.messages import (
     Invoke,
     Reply,
+    Request,
     Reset,
     Returned,
     SetAttribute,
@@ -60,7 +61,14 @@ class RemotePlan:
 
 
 class RemoteEnvs:
-    """Environments on workers. `reset`, `step`, `invoke` and `set_attr` start a call, `finish` ends it."""
+    """Environments on workers. `reset`, `step`, `invoke` and `set_attr` start a call, `finish` ends it.
+
+    Attributes:
+        hub: The conversation with the workers.
+        crew: Replaces those that are lost.
+        plan: What they do.
+        planes: The newest observations, rewards and flags.
+    """
 
     def __init__(self, hub: Hub, plan: RemotePlan) -> None:
         """Lay out the planes.
@@ -69,23 +77,23 @@ class RemoteEnvs:
             hub: The workers, all of which have joined.
             plan: What they are to do.
         """
-        self._hub = hub
-        self._plan = plan
+        self.hub = hub
+        self.plan = plan
         self._num_envs = hub.members[-1].stop
         self._memories: list[SharedMemory] = []
         num_workers = len(hub.members)
         memory: SharedMemory | None = None
         if plan.shares_memory:
-            memory = self._share(desks_bytes(num_workers) + size_of(self._make_planes))
+            memory = self.share(desks_bytes(num_workers) + size_of(self._make_planes))
             self.planes = self._make_planes(carver(planes_memory(memory.memory, num_workers)))
         else:
             self.planes = self._make_planes(allocate)
-        self._crew = Crew(hub, plan.code, memory, plan.join_s, replaces=plan.replaces)
+        self.crew = Crew(hub, plan.code, memory, plan.join_s, replaces=plan.replaces)
         self._rows = [self.planes.rows(member.start, member.stop) for member in hub.members]
         self._last: dict[int, list[NDArray[Any] | None]] = {}
         self._first_objects: dict[int, list[list[Any]]] = {}
         self._attributes: dict[str, Sequence[Any]] = {}
-        self._crew.on_new = self._set_up
+        self.crew.on_new = self._set_up
         hub.landing = self._landing
 
     def open(self) -> None:
@@ -95,34 +103,34 @@ class RemoteEnvs:
             WorkerFailed: A factory raised.
             WorkerLost: A worker died.
         """
-        self._crew.assign(self._hub.members)
+        self.crew.assign(self.hub.members)
 
     @property
     def shards(self) -> list[tuple[int, int]]:
         """The environments of each worker, `[start, stop)`."""
-        return [(member.start, member.stop) for member in self._hub.members]
+        return [(member.start, member.stop) for member in self.hub.members]
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The workers' process ids, on their own machines."""
-        return tuple(member.pid or 0 for member in self._hub.members)
+        return tuple(member.pid or 0 for member in self.hub.members)
 
     @property
     def losses(self) -> list[Loss]:
         """The workers that were lost, and replaced."""
-        return self._crew.losses
+        return self.crew.losses
 
     def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> None:
         """Start resetting the environments, or those in the mask."""
         pickled = None if options is None else cloudpickle.dumps(options)
         if mask is None:
-            self._crew.seed(seeds[0])
+            self.crew.seed(seeds[0])
 
         def ask(call: int, m: Member) -> Reset:
             part = None if mask is None else list(mask[m.start : m.stop])
             return Reset(call, list(seeds[m.start : m.stop]), part, pickled)
 
-        self._crew.start(ask)
+        self.crew.start(ask)
 
     def step(self, actions: Any | None) -> None:
         """Start a step.
@@ -130,26 +138,24 @@ class RemoteEnvs:
         Args:
             actions: Anything that can be sliced by environment index; None if they are in the planes already.
         """
-        hub = self._hub
+        hub = self.hub
         if actions is None and hub.all_share_memory:
-            self._crew.start_once(hub.start_plain_step)
+            self.crew.start_once(hub.start_plain_step)
         elif actions is None:
-            self._crew.start_once(
+            self.crew.start_once(
                 lambda: hub.broadcast(lambda call: Step(call, None), lambda m: self._rows[m.index].actions)
             )
         else:
-            self._crew.start_once(
-                lambda: hub.start(lambda call, m: Step(call, pickle.dumps(actions[m.start : m.stop])))
-            )
+            self.crew.start_once(lambda: hub.start(lambda call, m: Step(call, pickle.dumps(actions[m.start : m.stop]))))
 
     def invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start calling a method, or reading an attribute, of every environment."""
         arguments = cloudpickle.dumps((args, kwargs))
-        self._crew.start(lambda call, _: Invoke(call, name, arguments))
+        self.crew.start(lambda call, _: Invoke(call, name, arguments))
 
     def set_attr(self, name: str, items: Sequence[Any]) -> None:
         """Start setting an attribute of every environment."""
-        self._crew.start(partial(_set_attribute, name, items))
+        self.crew.start(partial(_set_attribute, name, items))
         self._attributes[name] = items
 
     def finish(self, timeout_s: float | None = None) -> Outcome:
@@ -160,7 +166,7 @@ class RemoteEnvs:
             WorkerLost: A worker has died.
             WorkerFailed: An environment or policy raised.
         """
-        answers, silent = self._crew.answers(timeout_s)
+        answers, silent = self.crew.answers(timeout_s)
         if not answers and not silent:
             return Outcome({}, [], [])
         shards: list[ShardInfos] = []
@@ -181,23 +187,42 @@ class RemoteEnvs:
 
     def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
         """End the workers and let go of the memory."""
-        self._hub.close(timeout_s, terminate=terminate)
+        self.hub.close(timeout_s, terminate=terminate)
         for memory in self._memories:
             memory.close()
 
     def _make_planes(self, make: ArrayMaker) -> Planes:
-        return Planes.make(self._plan.actions, self._plan.observations, self._num_envs, make)
+        return Planes.make(self.plan.actions, self.plan.observations, self._num_envs, make)
+
+    def ask_all(self, make: Callable[[int], Request]) -> None:
+        """Ask all workers the same, and wait until they have done it."""
+        self.crew.start(lambda call, _: make(call))
+        self.crew.answers()
+
+    def attribute_requests(self) -> list[Make]:
+        """Return what makes a new worker's environments have the attributes that were set."""
+        return [partial(_set_attribute, name, items) for name, items in self._attributes.items()]
+
+    def rows(self, member: Member) -> Planes:
+        """Return a worker's rows of the planes."""
+        return self._rows[member.index]
+
+    def note_observations(self, member: Member, leaves: Sequence[NDArray[Any]]) -> None:
+        """Keep a worker's newest observations, where it does not write them here itself."""
+        for plane, leaf in zip(self._rows[member.index].observations, leaves, strict=True):
+            assert plane is not None, "rollouts have leaves of fixed size only"
+            plane[...] = leaf
 
     def _set_up(self, members: Sequence[Member]) -> None:
         """Bring new workers to where the lost ones were: attributes set, environments reset."""
-        for name, items in self._attributes.items():
-            self._ask(partial(_set_attribute, name, items), members)
+        for make in self.attribute_requests():
+            self._ask(make, members)
         for member in members:
             # What the learner saw last. The reset overwrites it, and a rollout starts from the reset.
             self._last[member.index] = [
                 None if plane is None else plane.copy() for plane in self._rows[member.index].observations
             ]
-        for member, reply in self._ask(lambda call, m: Reset(call, list(self._crew.seeds_of(m)), None, None), members):
+        for member, reply in self._ask(lambda call, m: Reset(call, list(self.crew.seeds_of(m)), None, None), members):
             columns = expect(Stepped, reply).columns
             self._first_objects[member.index] = [] if columns is None else checked_list(values.loads(columns))
 
@@ -209,9 +234,9 @@ class RemoteEnvs:
         Raises:
             WorkerLost: One of them is lost, too.
         """
-        self._hub.start(make, members, arrays)
+        self.hub.start(make, members, arrays)
         answers: list[tuple[Member, Reply]] = []
-        for member, reply in self._hub.collect():
+        for member, reply in self.hub.collect():
             if isinstance(reply, Lost):
                 raise lost_error(member, reply)
             answers.append((member, reply))
@@ -222,7 +247,7 @@ class RemoteEnvs:
 
         The learner sees once more the observation it saw last: what the action led to, nobody knows.
         """
-        is_same_step = self._plan.autoreset_mode is AutoresetMode.SAME_STEP
+        is_same_step = self.plan.autoreset_mode is AutoresetMode.SAME_STEP
         if not is_same_step:
             self._ask(lambda call, m: Truncate(call), members)
         shards = []
@@ -247,7 +272,7 @@ class RemoteEnvs:
         count = next(len(leaf) for leaf in leaves if leaf is not None)
         finals = np.empty(count, dtype=object)
         for row in range(count):
-            finals[row] = self._plan.observations.nest([None if leaf is None else leaf[row] for leaf in leaves])
+            finals[row] = self.plan.observations.nest([None if leaf is None else leaf[row] for leaf in leaves])
         return finals
 
     def _read_stepped(
@@ -259,12 +284,14 @@ class RemoteEnvs:
         if stepped.columns is not None:
             objects[member.index] = checked_list(values.loads(stepped.columns))
 
-    def _share(self, size_bytes: int) -> SharedMemory:
+    def share(self, size_bytes: int) -> SharedMemory:
+        """Make memory that workers on this machine can open; `close` lets go of it."""
         memory = SharedMemory(size_bytes)
         self._memories.append(memory)
         return memory
 
-    def _unshare(self, memory: SharedMemory | None) -> None:
+    def unshare(self, memory: SharedMemory | None) -> None:
+        """Let go of memory before the end."""
         if memory is not None:
             memory.close()
             self._memories.remove(memory)

@@ -75,6 +75,27 @@ class Block:
         yield from self.extras.values()
         yield from self.states.values()
 
+    @staticmethod
+    def beside(blocks: Sequence[Block]) -> Block:
+        """Put blocks of the same length beside each other."""
+        if len(blocks) == 1:
+            return blocks[0]
+
+        def join(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+            return np.concatenate(parts, axis=1)
+
+        first = blocks[0]
+        return Block(
+            [join(parts) for parts in zip(*(block.observations for block in blocks), strict=True)],
+            [join(parts) for parts in zip(*(block.actions for block in blocks), strict=True)],
+            join([block.rewards for block in blocks]),
+            join([block.terminations for block in blocks]),
+            join([block.truncations for block in blocks]),
+            join([block.valid for block in blocks]),
+            {name: join([block.extras[name] for block in blocks]) for name in first.extras},
+            {name: join([block.states[name] for block in blocks]) for name in first.states},
+        )
+
     def copy(self) -> Block:
         """Return a block of the caller's own."""
         return Block(

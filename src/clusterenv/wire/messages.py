@@ -44,6 +44,7 @@ class Assign(_Message, tag=1, frozen=True):
     stop: int
     code: bytes  # cloudpickle of a `wire.assignment.Assignment`
     memory: Offer | None  # desks and planes; None: send arrays over the socket
+    streams: bool = False  # whether requests come over the socket from the start, as after Stream
 
 
 class Reset(_Message, tag=2, frozen=True):
@@ -118,6 +119,7 @@ class Collect(_Message, tag=10, frozen=True):
     version: int | None  # of the new weights; None: go on with those you have
     arguments: bytes | None  # cloudpickle: per-call values
     memory: Offer | None  # where the rollout goes; None: send it as frames
+    is_own: bool = False  # whether that memory is for this shard's columns only
 
 
 class Decide(_Message, tag=11, frozen=True):
@@ -136,6 +138,24 @@ class Truncate(_Message, tag=13, frozen=True):
     """Head to worker: the shard's episodes count as truncated; go on as the autoreset mode has it after that."""
 
     call: int
+
+
+class Stream(_Message, tag=14, frozen=True):
+    """Head to worker: from now on requests come over the socket, several ahead, and so do the replies."""
+
+    call: int
+
+
+class EndStream(_Message, tag=15, frozen=True):
+    """Head to worker: forget the rollouts that were asked for and not begun, and go back to one call at a time."""
+
+    call: int
+
+
+class Load(_Message, tag=16, frozen=True):
+    """Head to worker: the weights that follow as a frame are for the next rollout. There is no reply."""
+
+    version: int
 
 
 class Join(msgspec.Struct, tag=20, frozen=True, array_like=True):
@@ -208,6 +228,7 @@ class Collected(_Message, tag=27, frozen=True):
     summary: bytes  # values: finished episodes and final observations
     busy_s: float
     first: int  # the first step that has not come in a Part
+    version: int  # of the weights it was made with
 
 
 class Part(_Message, tag=28, frozen=True):
@@ -232,6 +253,9 @@ Request: TypeAlias = (
     | Decide
     | Ping
     | Truncate
+    | Stream
+    | EndStream
+    | Load
 )
 Reply: TypeAlias = Join | Ready | Stepped | Returned | Failed | Adopted | Measured | Collected | Part
 

@@ -43,6 +43,7 @@ ShardRequest: TypeAlias = Reset | Step | Invoke | SetAttribute | Adopt | Measure
 Answer: TypeAlias = tuple[Reply, Iterable[NDArray[Any]]]
 Send: TypeAlias = Callable[[Reply, Iterable[NDArray[Any]]], None]
 
+_MAX_BLOCKS = 8  # Streams take turns with several.
 _NUM_PARTS = 8  # The last is what the network still has to carry when the rollout is made.
 _PART_BYTES = 1 << 14  # Smaller parts are not worth their message.
 
@@ -50,7 +51,9 @@ _PART_BYTES = 1 << 14  # Smaller parts are not worth their message.
 class Answers:
     """Does what the head asks of a shard."""
 
-    def __init__(self, assignment: Assignment, shard: Shard, planes: Planes, send: Send) -> None:
+    def __init__(
+        self, assignment: Assignment, shard: Shard, planes: Planes, send: Send, *, shares_memory: bool
+    ) -> None:
         """Answer for a shard.
 
         Args:
@@ -58,14 +61,16 @@ class Answers:
             shard: Does the work.
             planes: Of the shard.
             send: Sends parts of an answer, ahead of it.
+            shares_memory: Whether the planes are the head's, too.
         """
         self._assignment = assignment
         self._shard = shard
         self._planes = planes
         self._send = send
+        self._shares_memory = shares_memory
         self._weights_spec = WeightsSpec(())
         self._weights_memory: memoryview | None = None
-        self._block: tuple[Offer | None, int, Block] | None = None
+        self._blocks: dict[tuple[Offer | None, int], Block] = {}
 
     def answer(self, request: ShardRequest, weights: memoryview | None) -> Answer:
         """Do what is asked.
@@ -98,7 +103,7 @@ class Answers:
                 sketch = Sketch(request.version, request.family, values.loads(request.arrays))
                 return Measured(call, *shard.measure(sketch, request.number)), ()
             case Decide():
-                self._load(request.version, weights)
+                self.load(request.version, weights)
                 return self._stepped(call, shard.decide(_unpickled(request.arguments) or {}))
             case Collect():
                 return self._collect(request, weights)
@@ -113,14 +118,15 @@ class Answers:
     def _adopt(self, request: Adopt, weights: memoryview | None) -> Adopted:
         policy, self._weights_spec = unpickle(request.code)
         self._weights_memory = None if request.weights is None else open_offer(request.weights)
-        self._block = None
+        self._blocks.clear()
         decoded = self._weights_spec.decode(self._newest(weights))
         spec = self._shard.adopt(
             policy, request.version, decoded, request.num_probes, _unpickled(request.arguments) or {}
         )
         return Adopted(request.call, list(spec.extras), list(spec.states))
 
-    def _load(self, version: int | None, weights: memoryview | None) -> None:
+    def load(self, version: int | None, weights: memoryview | None) -> None:
+        """Give the policy new weights, if there are any: those that came, or those in shared memory."""
         if version is not None:
             self._shard.load(version, self._weights_spec.decode(self._newest(weights)))
 
@@ -134,7 +140,7 @@ class Answers:
 
     def _collect(self, request: Collect, weights: memoryview | None) -> Answer:
         started = time.perf_counter()
-        self._load(request.version, weights)
+        self.load(request.version, weights)
         block = self._block_for(request)
         first = 0
 
@@ -149,9 +155,10 @@ class Answers:
         size = sum(array.nbytes for array in block.arrays())
         part_steps = -(-request.num_steps // max(1, min(_NUM_PARTS, size // _PART_BYTES)))
         summary = self._shard.collect(
-            block, request.number, _unpickled(request.arguments) or {}, send_part if request.memory is None else None
+            block, request.number, _unpickled(request.arguments) or {}, None if self._shares_memory else send_part
         )
-        reply = Collected(request.call, values.dumps(summary), time.perf_counter() - started, first)
+        busy_s = time.perf_counter() - started
+        reply = Collected(request.call, values.dumps(summary), busy_s, first, self._shard.policy_version)
         return reply, block.steps(first, request.num_steps).arrays()
 
     def _block_for(self, request: Collect) -> Block:
@@ -159,17 +166,22 @@ class Answers:
         spec, num_steps, num_rows = self._shard.block_spec, request.num_steps, len(self._planes.rewards)
         if spec is None:
             raise PolicyError("No policy was sent to this worker.")
-        if self._block is None or self._block[:2] != (request.memory, num_steps):
+        key = request.memory, num_steps
+        if key not in self._blocks:
+            while len(self._blocks) >= _MAX_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
             memory = None if request.memory is None else open_offer(request.memory)
-            if memory is None and self._weights_memory is not None:
-                raise OSError("The head's memory for rollouts cannot be opened here, though that for weights could.")
+            if memory is None and request.memory is not None and self._shares_memory:
+                raise OSError("The head's memory for rollouts cannot be opened here, though its other memory could.")
             if memory is None:
                 block = spec.make(num_steps, num_rows, allocate)
+            elif request.is_own:
+                block = spec.make(num_steps, num_rows, carver(memory))
             else:
                 start = self._assignment.start
                 block = spec.make(num_steps, self._assignment.num_envs, carver(memory)).columns(start, start + num_rows)
-            self._block = request.memory, num_steps, block
-        return self._block[2]
+            self._blocks[key] = block
+        return self._blocks[key]
 
 
 def unpickle(data: bytes) -> Any:

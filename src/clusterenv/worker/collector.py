@@ -25,6 +25,8 @@ from clusterenv.worker.infos import Infos, info_row
 
 OnStep = Callable[[int], None]
 
+_MAX_KEPT = 8  # Rollouts whose probes are kept: in a stream the head speaks of one that is not the last.
+
 
 class Collector:
     """One policy and the environments it acts in.
@@ -79,7 +81,7 @@ class Collector:
         self.version = 0
         self._policy = policy
         self._num_probes = num_probes
-        self._probes: Probes | None = None
+        self._probes: dict[int, Probes] = {}  # By the number of their rollout.
         self._state: State | None = policy.initial_state(self._rows)
         self._before: State | None = None
 
@@ -115,7 +117,7 @@ class Collector:
         self._starts |= mask
         self._pending &= ~mask
         self._ledger.restart(mask)
-        self._probes = None
+        self._probes.clear()
         if seed is not None:
             self._policy.seed(seed)
 
@@ -123,7 +125,7 @@ class Collector:
         """Note that all episodes count as truncated: the next step resets, or nobody takes it."""
         self._pending[:] = True
         self._ledger.restart(self._pending)
-        self._probes = None
+        self._probes.clear()
 
     def load(self, version: int, weights: Mapping[str, NDArray[Any]]) -> None:
         """Take new weights."""
@@ -175,13 +177,14 @@ class Collector:
         return {**infos, "action": self._actions.nest(actions), **decision.extras, "policy_version": version}
 
     def measure(self, sketch: Sketch, number: int) -> Measurement:
-        """Compare the policy with a sketch, on the probes of the last rollout or else on the current observations."""
-        if self._probes is None:
+        """Compare the policy with a sketch, on a rollout's probes or, without any, on current observations."""
+        if number not in self._probes:
             count = min(self._num_probes, self._rows)
             indices = choose_probes(1, self._rows, count=count, seed=0, number=number)
             current = self._observations.nest([plane[None] for plane in self._planes.observations if plane is not None])
-            self._probes = take_probes(indices, current)._replace(state=self._policy.initial_state(count))
-        return measure(self._policy, self._probes, sketch)
+            probes = take_probes(indices, current)._replace(state=self._policy.initial_state(count))
+            return measure(self._policy, probes, sketch)
+        return measure(self._policy, self._probes[number], sketch)
 
     def account(self) -> None:
         """Count a step that is not part of a rollout."""
@@ -189,7 +192,7 @@ class Collector:
         done = (self._planes.terminations | self._planes.truncations) & taken
         self._ledger.add(0, self._planes.rewards, taken, done, lambda row: {})
         self._advance(taken, done)
-        self._probes = None
+        self._probes.clear()
 
     def _act(self, observations: list[Any], values: Mapping[str, Any]) -> Decision:
         if self._state is not None:
@@ -244,7 +247,9 @@ class Collector:
                 num_steps, self._rows, count=self._num_probes, seed=0, number=number, valid=block.valid
             )
             observations = self._observations.nest([column[:num_steps] for column in block.observations])
-            self._probes = take_probes(indices, observations, block.states or None)
+            while len(self._probes) >= _MAX_KEPT:
+                del self._probes[next(iter(self._probes))]
+            self._probes[number] = take_probes(indices, observations, block.states or None)
 
     def _checked_actions(self, decision: Decision) -> list[NDArray[Any]]:
         """Return one array a leaf, in exactly the action space's dtype and shape."""

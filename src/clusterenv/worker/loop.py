@@ -10,12 +10,26 @@ import traceback
 
 import gymnasium as gym
 
+from clusterenv.wire import values
 from clusterenv.wire.arrays import allocate, carver
 from clusterenv.wire.assignment import Assignment
 from clusterenv.wire.channel import Channel
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.link import Link
-from clusterenv.wire.messages import PROTOCOL, Assign, Failed, Join, Ping, Ready, Refused, Stop
+from clusterenv.wire.messages import (
+    PROTOCOL,
+    Assign,
+    EndStream,
+    Failed,
+    Join,
+    Load,
+    Ping,
+    Ready,
+    Refused,
+    Returned,
+    Stop,
+    Stream,
+)
 from clusterenv.wire.planes import Planes
 from clusterenv.wire.shared import WorkerDesk, open_offer, planes_memory
 from clusterenv.wire.ticket import Ticket
@@ -85,6 +99,15 @@ class _Worker:
                 raise SystemExit(f"The head refused this worker: {request.reason}")
             elif isinstance(request, Assign):
                 self._take(request)
+            elif isinstance(request, Stream):
+                self._channel.send(Returned(request.call, values.dumps([])))
+                self._channel.stream(True)
+            elif isinstance(request, EndStream):
+                self._channel.send(Returned(request.call, values.dumps([])))
+                self._channel.stream(False)
+            elif isinstance(request, Load):
+                assert self._answers is not None, "the head assigns before it asks"
+                self._answers.load(request.version, self._channel.weights)
             elif not isinstance(request, Ping):
                 self._answer(request)
 
@@ -101,7 +124,9 @@ class _Worker:
             memory = None if request.memory is None else open_offer(request.memory)
             planes = _lay_planes(assignment, memory, request.start, request.stop)
             self._shard = Shard(assignment, planes)
-            self._answers = Answers(assignment, self._shard, planes, self._channel.send)
+            self._answers = Answers(
+                assignment, self._shard, planes, self._channel.send, shares_memory=memory is not None
+            )
             self._shard.host.open()
         except Exception as error:  # noqa: BLE001 - a user's constructor may raise anything; it is reported
             self._channel.send(self._failure(request.call, error))
@@ -111,6 +136,7 @@ class _Worker:
         gc.freeze()
         self._channel.send(Ready(request.call, shares_memory=memory is not None))
         self._channel.use(planes.actions, None if memory is None else WorkerDesk(memory, self._worker_index))
+        self._channel.stream(request.streams)
 
     def _answer(self, request: ShardRequest) -> None:
         assert self._answers is not None, "the head assigns before it asks"

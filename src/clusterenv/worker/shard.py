@@ -97,6 +97,11 @@ class Shard:
         self.block_spec = BlockSpec(*layouts, tuple(extras), tuple(states))
         return self.block_spec
 
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights the policy holds."""
+        return self._policy().version
+
     def load(self, version: int, weights: Weights) -> None:
         """Give the policy new weights."""
         self._policy().load(version, weights)

@@ -1,0 +1,206 @@
+"""A backend's environments as Gymnasium's vector API has them, exactly."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.vector import AutoresetMode, VectorEnv
+from numpy.typing import NDArray
+
+from clusterenv.actions import ActionWriter
+from clusterenv.head.outcome import Outcome
+from clusterenv.head.remote import Remote
+from clusterenv.inline import Inline
+from clusterenv.resets import checked_mask, spread_seed
+from clusterenv.sample import Sample
+from clusterenv.wire.layout import Layout
+
+Stepped = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
+
+_REFUSED_CALLS = ("reset", "step", "close", "_setattr", "_check_spaces")
+
+
+class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
+    """Resets, steps and calls the environments of a backend."""
+
+    autoreset_mode: AutoresetMode
+    copy: bool
+
+    def _serve(self, backend: Remote | Inline, sample: Sample) -> None:
+        """Take charge of a backend, whose environments are like the sample."""
+        self.metadata = {**sample.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = sample.render_mode
+        self.single_observation_space = sample.single_observation_space
+        self.observation_space = sample.observation_space
+        self.single_action_space = sample.single_action_space
+        self.action_space = sample.action_space
+        self._observation_layout = Layout(self.single_observation_space)
+        self._action_layout = Layout(self.single_action_space)
+        self._backend = backend
+        self._planes = backend.planes
+        self._actions = ActionWriter(self.action_space, self._action_layout, self._planes.actions, self.num_envs)
+        self._pending: str | None = None
+        self._was_reset = False
+        self._finalizer = weakref.finalize(self, backend.close)
+
+    @property  # type: ignore[misc]  # read-only, as SyncVectorEnv has it
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]  # as SyncVectorEnv has it
+        """The environments' random generators (copies, where they live on workers)."""
+        return self.get_attr("np_random")
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]  # as SyncVectorEnv has it
+        """The seeds of the environments' random generators."""
+        return self.get_attr("np_random_seed")
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all environments, or those that `options["reset_mask"]` names.
+
+        Args:
+            seed: An int gives environment i the seed `seed + i`; a list has one for each.
+            options: Passed to every environment, without the mask.
+
+        Returns:
+            The observations of all environments, and the infos of those that were reset.
+        """
+        self.reset_async(seed=seed, options=options)
+        return self.reset_wait()
+
+    def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
+        """Start a reset; `reset_wait` brings its results."""
+        self._check_idle("reset_async")
+        seeds = spread_seed(seed, self.num_envs)
+        mask = None
+        if options is not None and "reset_mask" in options:
+            mask = checked_mask(options["reset_mask"], self.num_envs).tolist()
+            options = {key: value for key, value in options.items() if key != "reset_mask"}
+        self._backend.reset(seeds, mask, options)
+        self._pending = "reset"
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """Wait for the reset under way, at most `timeout` seconds."""
+        outcome = self._finish("reset", timeout)
+        self._was_reset = True
+        return self._observations(outcome), outcome.infos
+
+    def _step_async(self, actions: Any) -> None:
+        """Start a step with actions."""
+        self._backend.step(self._actions.place(actions))
+        self._pending = "step"
+
+    def step_wait(self, timeout: float | None = None) -> Stepped:
+        """Wait for the step under way, at most `timeout` seconds."""
+        outcome = self._finish("step", timeout)
+        planes = self._planes
+        return (
+            self._observations(outcome),
+            planes.rewards.copy(),
+            planes.terminations.copy(),
+            planes.truncations.copy(),
+            outcome.infos,
+        )
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method, or read an attribute, of every environment, looking through its wrappers."""
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        """Start a call; `call_wait` brings its results."""
+        self._check_idle("call_async")
+        if name in _REFUSED_CALLS:
+            raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
+        self._backend.invoke(name, args, kwargs)
+        self._pending = "call"
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Wait for the call under way, at most `timeout` seconds; one result an environment."""
+        return tuple(self._finish("call", timeout).results)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Read an attribute of every environment."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of every environment.
+
+        Args:
+            name: The attribute; the outermost wrapper that has it is changed.
+            values: A list or tuple with a value for each environment, or one value for all.
+        """
+        self._check_idle("set_attr")
+        if not isinstance(values, list | tuple):
+            values = [values] * self.num_envs
+        if len(values) != self.num_envs:
+            raise ValueError(
+                "Values must be a list or tuple with length equal to the number of environments. "
+                f"Got `{len(values)}` values for {self.num_envs} environments."
+            )
+        self._backend.set_attr(name, values)
+        self._backend.finish()
+
+    def render(self) -> tuple[Any, ...]:
+        """Return what every environment renders."""
+        return self.call("render")
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """End the workers and leave nothing behind.
+
+        Args:
+            timeout: How many seconds workers get to close their environments before they are killed.
+            terminate: Do not wait for them at all.
+        """
+        if self._finalizer.detach() is not None:
+            self._backend.close(timeout, terminate=terminate)
+
+    def __enter__(self) -> Self:
+        """Return the environment itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _check_idle(self, name: str) -> None:
+        self._check_open()
+        if self._pending is not None:
+            raise AlreadyPendingCallError(
+                f"Calling `{name}` while waiting for a pending call to `{self._pending}` to complete.", self._pending
+            )
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+
+    def _finish(self, name: str, timeout: float | None) -> Outcome:
+        if self.closed or self._pending != name:
+            self._check_open()
+            raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
+        try:
+            outcome = self._backend.finish(timeout)
+        except TimeoutError:
+            raise  # Still pending: the same wait may be tried again.
+        except BaseException:
+            self._pending = None
+            raise
+        self._pending = None
+        return outcome
+
+    def _observations(self, outcome: Outcome) -> Any:
+        planes = self._planes.observations
+        if self._observation_layout.is_single:
+            plane = planes[0]
+            assert plane is not None
+            return plane.copy() if self.copy else plane
+        objects = iter(outcome.columns)
+        return self._observation_layout.nest(
+            [tuple(next(objects)) if plane is None else plane.copy() if self.copy else plane for plane in planes]
+        )

@@ -1,0 +1,234 @@
+"""Streams: workers go on while the learner learns; what they deliver is in order, labelled, and bounded in age."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from clusterenv import AdaptiveSync, ClusterEnv, EveryUpdate, NeverSync
+from clusterenv.errors import ConfigError, WorkerFailed, WorkerLost
+from clusterenv.rollout import Rollout
+from tests.conftest import Backend, wait_until_gone
+from tests.policies import Linear
+
+
+def columns(rollout: Rollout) -> dict[str, Any]:
+    """What a rollout holds, by name."""
+    return {
+        "obs": rollout.obs,
+        "actions": rollout.actions,
+        "rewards": rollout.rewards,
+        "terminations": rollout.terminations,
+        "valid": rollout.valid,
+        "logprob": rollout.extras["logprob"],
+        "next_obs": rollout.next_obs[None],
+    }
+
+
+def test_each_workers_rollouts_are_those_that_rollout_would_have_made(backend: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 5, **backend, sync=NeverSync()) as envs:
+        envs.reset(seed=3)
+        agent = Linear()
+        wanted = [columns(envs.rollout(agent, 16)) for _ in range(4)]
+    with ClusterEnv("CartPole-v1", 5, **backend, sync=NeverSync()) as envs:
+        envs.reset(seed=3)
+        seen: dict[int, int] = {}
+        with envs.stream(Linear(), 16) as stream:
+            while min(seen.values(), default=0) < 4 or len(seen) < max(1, envs.num_workers):
+                rollout = next(stream)
+                first = int(rollout.env_indices[0])
+                number = seen[first] = seen.get(first, 0) + 1
+                if number > 4:
+                    continue
+                for name, array in columns(rollout).items():
+                    np.testing.assert_array_equal(array, wanted[number - 1][name][:, rollout.env_indices], name)
+
+
+def test_a_group_has_the_columns_of_several_workers(remote: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 5, **remote) as envs:
+        envs.reset(seed=1)
+        with envs.stream(Linear(), 8, num_envs=5) as stream:
+            for rollout in itertools.islice(stream, 6):
+                assert rollout.num_envs >= 5
+                assert rollout.rewards.shape == (8, rollout.num_envs)
+                assert len(rollout.env_indices) == len(rollout.versions) == rollout.num_envs
+                assert set(rollout.episodes.env_indices) <= set(rollout.env_indices)
+
+
+def test_weights_are_picked_up_and_every_rollout_is_labelled_with_those_that_made_it(remote: Backend) -> None:
+    agent = Linear()
+    history = {1: agent.matrix.copy()}
+    with ClusterEnv("CartPole-v1", 4, **remote, sync=EveryUpdate()) as envs:
+        envs.reset(seed=1)
+        with envs.stream(agent, 8) as stream:
+            for rollout in itertools.islice(stream, 40):
+                (version,) = set(rollout.versions.tolist())
+                model = Linear()
+                model.matrix[...] = history[version]
+                logprob, _ = model.evaluate(rollout.obs, rollout.actions)
+                np.testing.assert_allclose(rollout.extras["logprob"], logprob, rtol=1e-4)
+                assert (rollout.ages == len(history) - version).all()
+                agent.nudge()
+                history[len(history) + 1] = agent.matrix.copy()
+        assert max(rollout.versions) > 30
+        assert rollout.ages.max() <= 8
+
+
+def test_adaptive_sync_measures_on_the_rollouts_own_probes_and_pulls_less(remote: Backend) -> None:
+    agent = Linear()
+    with ClusterEnv("CartPole-v1", 4, **remote, sync=AdaptiveSync(threshold=0.05)) as envs:
+        envs.reset(seed=1)
+        with envs.stream(agent, 8) as stream:
+            for _ in itertools.islice(stream, 60):
+                agent.nudge(0.01)
+        stats = envs.stats
+    assert stats["checks"] > 10
+    assert stats["bytes_sketches"] > 0
+    assert stats["pulls"] < stats["pulls_saved"]
+
+
+def test_what_is_too_old_is_thrown_away_and_counted(remote: Backend) -> None:
+    agent = Linear()
+    with ClusterEnv("CartPole-v1", 4, **remote, sync=NeverSync()) as envs:
+        envs.reset(seed=1)
+        with envs.stream(agent, 8, max_lag=2) as stream:
+            for rollout in itertools.islice(stream, 30):
+                assert rollout.ages.max() <= 2
+                agent.nudge()
+        stats = envs.stats
+    assert stats["rollouts_discarded"] > 0
+    assert stats["env_steps_discarded"] == 16 * stats["rollouts_discarded"]
+
+
+def test_workers_stop_when_they_are_as_far_ahead_as_they_may_be(remote: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 2, **remote) as envs:
+        envs.reset(seed=1)
+        with envs.stream(Linear(), 4, in_flight=3) as stream:
+            next(stream)
+        # One was delivered, and three more may be under way on its worker; three on the other.
+        assert envs.stats["rollouts_discarded"] <= 6
+
+
+def test_a_stream_can_be_left_and_taken_up_again(remote: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 2, **remote) as envs:
+        envs.reset(seed=1)
+        stream = envs.stream(Linear(), 4)
+        first = [rollout.env_indices[0] for rollout in itertools.islice(stream, 5)]
+        second = [rollout.env_indices[0] for rollout in itertools.islice(stream, 5)]
+        assert len(first) == len(second) == 5
+        assert envs.stats["rollouts"] == 10
+        assert envs.stats["rollouts_discarded"] == 0
+
+
+def test_any_other_call_ends_the_stream_and_goes_on_from_where_it_was(remote: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 4, **remote) as envs:
+        envs.reset(seed=1)
+        agent = Linear()
+        stream = envs.stream(agent, 4)
+        next(stream)
+        envs.step(np.zeros(4, dtype=np.int64))
+        with pytest.raises(StopIteration):
+            next(stream)
+        assert envs.rollout(agent, 4).num_envs == 4
+        assert next(envs.stream(agent, 4)).num_steps == 4
+        assert envs.call("spec")[0].id == "CartPole-v1"
+
+
+def test_values_change_with_the_rollouts_that_are_asked_for_next(backend: Backend) -> None:
+    class Curious(Linear):
+        def act(self, obs: Any, state: Any = None, call: Any = None) -> Any:
+            decision = super().act(obs, state)
+            level = np.full(len(obs), (call or {}).get("level", -1.0), np.float32)
+            return decision._replace(extras={**decision.extras, "level": level})
+
+    with ClusterEnv("CartPole-v1", 2, **backend) as envs:
+        envs.reset(seed=1)
+        with envs.stream(Curious(), 4, level=0.0) as stream:
+            levels: dict[int, list[float]] = {}
+            number = 0
+            while max(itertools.chain(*levels.values()), default=0) < 5:
+                rollout = next(stream)
+                levels.setdefault(int(rollout.env_indices[0]), []).append(float(rollout.extras["level"].max()))
+                stream.values["level"] = float(number := number + 1)
+        for seen in levels.values():
+            assert seen[0] == 0.0
+            assert seen == sorted(seen)
+
+
+def test_when_a_worker_dies_the_others_go_on_and_a_new_one_takes_its_place(remote: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 4, **remote) as envs:
+        envs.reset(seed=1)
+        agent = Linear()
+        with envs.stream(agent, 16) as stream:
+            next(stream)
+            (old,) = [envs.worker_pids[0]]
+            os.kill(old, signal.SIGKILL)
+            others = 0
+            while not envs.losses:
+                others += next(stream).env_indices[0] == 2
+            while next(stream).env_indices[0] != 0:
+                pass
+        assert others > 0
+        (loss,) = envs.losses
+        assert (loss.worker_index, loss.env_indices, len(loss.seeds)) == (0, (0, 1), 2)
+        assert "SIGKILL" in loss.reason
+        assert wait_until_gone([old]) == []
+        assert envs.rollout(agent, 4).num_envs == 4
+
+
+def test_a_lost_worker_ends_the_stream_if_losses_are_to_be_raised(remote: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 4, **remote, on_loss="raise") as envs:
+        envs.reset(seed=1)
+        stream = envs.stream(Linear(), 16)
+        next(stream)
+        os.kill(envs.worker_pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerLost, match=r"(?i)worker 1"):
+            list(stream)
+
+
+def test_an_environments_exception_ends_the_stream_with_its_traceback(remote: Backend) -> None:
+    class Fragile(gym.Wrapper[Any, Any, Any, Any]):
+        count = 0
+
+        def step(self, action: Any) -> Any:
+            self.count += 1
+            if self.count > 40:
+                raise RuntimeError("worn out")
+            return super().step(action)
+
+    with ClusterEnv(lambda: Fragile(gym.make("CartPole-v1")), 2, **remote) as envs:
+        envs.reset(seed=1)
+        stream = envs.stream(Linear(), 16)
+        with pytest.raises(WorkerFailed, match="worn out"):
+            list(stream)
+        envs.reset(seed=1)
+
+
+def test_closing_the_environments_ends_the_stream(remote: Backend) -> None:
+    envs = ClusterEnv("CartPole-v1", 2, **remote)
+    stream = envs.stream(Linear(), 16)
+    next(stream)
+    envs.close()
+    with pytest.raises(StopIteration):
+        next(stream)
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_steps": 0},
+        {"num_steps": 4, "in_flight": 0},
+        {"num_steps": 4, "num_envs": 3},
+        {"num_steps": 4, "max_lag": -1},
+    ],
+)
+def test_nonsense_is_refused(backend: Backend, wrong: dict[str, int]) -> None:
+    with ClusterEnv("CartPole-v1", 2, **backend) as envs, pytest.raises(ConfigError):
+        envs.stream(Linear(), **wrong)
