@@ -27,10 +27,11 @@ ALLOWED: dict[str, set[str]] = {
     "inline": {"head.outcome", "policy", "rollout", "wire", "worker.shard", "worker.infos"},
     "plan": {"factories", "sample", "wire.assignment"},
     "start": {"errors", "config", "factories", "plan", "head", "launchers.base", "wire"},
+    "exchange": {"errors", "head", "inline", "wire.layout"},
     "vector": {"actions", "head", "inline", "resets", "sample", "wire.layout"},
     "env": {
         "errors", "config", "rollout", "head", "launchers", "policy", "adapters",
-        "factories", "sample", "plan", "actions", "inline", "start", "vector",
+        "factories", "sample", "plan", "actions", "exchange", "inline", "start", "vector",
     },
 }  # fmt: skip
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.actions import is_batch
 from clusterenv.adapters import as_policy
 from clusterenv.config import Timeouts
 from clusterenv.errors import ConfigError
+from clusterenv.exchange import Exchange
 from clusterenv.factories import EnvArgument, resolve
 from clusterenv.head.conductor import Conductor
 from clusterenv.head.crew import Loss
@@ -123,6 +125,7 @@ class ClusterEnv(BackedVectorEnv):
             self.autoreset_mode,
             copies=copy,
         )
+        self._exchange = Exchange(backend, self._action_layout, self._observation_layout)
         self._agent: tuple[object, Policy] | None = None
         self._stream: Stream | InlineStream | None = None
 
@@ -258,6 +261,34 @@ class ClusterEnv(BackedVectorEnv):
         if self._stream is not None:
             self._stream.abandon()
         super().close_extras(timeout, terminate)
+
+    def send(self, actions: Any, env_ids: Any) -> None:
+        """Give some environments their actions, for `recv` to bring the results of whichever are ready first.
+
+        A worker steps its environments when all of them have an action. For learners that choose actions on the head
+        and do not want to wait for the slowest worker at every step.
+
+        Args:
+            actions: One an environment, in the order of `env_ids`.
+            env_ids: Which environments.
+        """
+        if self._pending != "send":
+            self._check_idle("send")
+        self._exchange.send(actions, np.asarray(env_ids))
+        self._pending = None if self._exchange.is_idle else "send"
+
+    def recv(self, timeout: float | None = None) -> Stepped:
+        """Return what `step` does, for the environments that are ready, at least one worker's.
+
+        Rows are in the order of `info["env_id"]`.
+        """
+        self._check_open()
+        try:
+            received = self._exchange.recv(timeout)
+        finally:
+            self._pending = None if self._exchange.is_idle else "send"
+        self._conductor.note_step(len(received[1]))
+        return received
 
     def publish(self, agent: Any) -> None:
         """Say that the agent's weights have changed, where that cannot be noticed: they become the next version."""

@@ -78,6 +78,14 @@ class Inline:
         self._load(version, pulls)
         self._work = lambda: self._stepped(self._shard.decide(arguments))
 
+    def step_shard(self, index: int) -> None:
+        """Note a step of the only shard there is."""
+        self.step(None)
+
+    def finish_some(self, timeout_s: float | None = None) -> list[tuple[int, Outcome]]:
+        """Do what was noted."""
+        return [(0, self.finish(timeout_s))]
+
     def finish(self, timeout_s: float | None = None) -> Outcome:
         """Do what was noted. There is nobody to wait for, so the timeout has no meaning."""
         work, self._work = self._work, None

@@ -78,9 +78,9 @@ class Conductor:
             pulls = self._publisher.prepare(policy, arguments)
             self._backend.decide(self._publisher.version, pulls, arguments)
 
-    def note_step(self) -> None:
+    def note_step(self, num_envs: int | None = None) -> None:
         """Count a step, by whomever its actions were chosen: the newest observations are now the planes'."""
-        self.ledger.env_steps += self._num_envs
+        self.ledger.env_steps += self._num_envs if num_envs is None else num_envs
         self._publisher.forget_probes()
 
     def note_reset(self) -> None:

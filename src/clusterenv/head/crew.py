@@ -86,7 +86,7 @@ class Crew:
         self._entropy: int | None = None
         self._redo: tuple[Make, Arrays] | None = None
         if memory is not None:
-            hub.bell = Bell(memory.memory, initialise=True)
+            hub.desks.bell = Bell(memory.memory, initialise=True)
 
     def seed(self, seed: int | None) -> None:
         """Let the seeds of environments that are made again follow from the run's own."""
@@ -124,7 +124,7 @@ class Crew:
         if not isinstance(reply, Ready):
             raise WireError(f"A worker answered with {type(reply).__name__} where Ready was expected.")
         if reply.shares_memory and desk is not None:
-            self._hub.use_desk(member, desk)
+            self._hub.desks.use(member, desk)
 
     def start(self, make: Make, arrays: Arrays = lambda member: ()) -> None:
         """Start a call that a new worker can be asked to do again in place of one that was lost."""
@@ -153,7 +153,7 @@ class Crew:
             answers |= {m.index: (m, reply) for m, reply in pending if not isinstance(reply, Lost)}
             if not lost:
                 break
-            self._replace(lost)
+            self.replace(lost)
             members = [member for member, _ in lost]
             if self._redo is None:
                 silent += members
@@ -163,8 +163,12 @@ class Crew:
             pending = self._hub.collect(timeout_s)
         return [answers[index] for index in sorted(answers)], silent
 
-    def _replace(self, lost: Sequence[tuple[Member, Lost]]) -> None:
-        """Put new workers in the place of lost ones; returns when they have what the others have."""
+    def replace(self, lost: Sequence[tuple[Member, Lost]]) -> None:
+        """Put new workers in the place of lost ones; returns when they have what the others have.
+
+        Raises:
+            WorkerLost: One is not to be replaced, or was too often.
+        """
         started = time.monotonic()
         waiting = list(lost)
         while waiting:

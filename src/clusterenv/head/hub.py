@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
 from numpy.typing import NDArray
 
 from clusterenv.config import Timeouts
-from clusterenv.errors import CallTimeout, WireError
+from clusterenv.errors import CallTimeout, WireError, WorkerFailed
+from clusterenv.head.desks import Desks
 from clusterenv.head.door import Door, log_of
 from clusterenv.head.failure import failure_of
 from clusterenv.head.outcome import Lost
@@ -21,14 +22,12 @@ from clusterenv.head.vigil import Vigil
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
-from clusterenv.wire.messages import Failed, Join, Part, Reply, Request, Stepped, Stop
-from clusterenv.wire.shared import Bell, HeadDesk
+from clusterenv.wire.messages import Failed, Join, Part, Reply, Request, Stop
 from clusterenv.wire.zeromq import HeadSocket
 
 log = logging.getLogger(__name__)
 
 _SLICE_S = 0.1  # How long to sleep at most before looking whether a worker has died.
-_SETTLE_S = 1e-3
 
 Landing = Callable[[Member, Reply], Sequence[NDArray[Any]]]
 Accept = Callable[[Member, Reply, Sequence[zmq.Frame]], None]
@@ -44,12 +43,12 @@ class Hub:
 
     Attributes:
         members: The workers, in the order of their environments.
-        bell: Rings when the last worker that shares memory has answered. It wakes the head; what it says is checked.
+        desks: The conversation with those that share memory.
         landing: Says into which arrays the frames that come with a reply belong.
     """
 
     def __init__(self, socket: HeadSocket, fleet: Fleet, shards: list[tuple[int, int]], timeouts: Timeouts) -> None:
-        self.bell: Bell | None = None
+        self.desks = Desks(len(shards))
         self.landing: Landing = lambda member, reply: ()
         self._socket = socket
         self._fleet = fleet
@@ -58,27 +57,22 @@ class Hub:
         self._vigil = Vigil(socket, fleet, timeouts.silence_s)
         self.members = self._roster.members
         self._timeouts = timeouts
-        self._desks: list[HeadDesk | None] = [None] * len(shards)
         self._replies: list[Reply | Lost | None] = [None] * len(shards)
         self._losses: dict[int, Lost] = {}
         self._call = 0
         self._is_plain = False
         self._is_open = False
-        self._awaits_bell = False
+        self._awaited: Sequence[Member] = self.members
         self._owner_pid = os.getpid()
 
     def shares_memory(self, member: Member) -> bool:
         """Whether this worker and the head see the same arrays."""
-        return self._desks[member.index] is not None
-
-    def use_desk(self, member: Member, desk: HeadDesk) -> None:
-        """From now on talk to this worker over shared memory."""
-        self._desks[member.index] = desk
+        return self.desks.has(member)
 
     @property
     def all_share_memory(self) -> bool:
         """Whether every worker is here, and sees the same arrays as the head."""
-        return None not in self._desks
+        return self.desks.are_complete
 
     def gather_workers(self) -> None:
         """Wait until every worker has joined.
@@ -152,6 +146,30 @@ class Hub:
         for member in self.members:
             self._send(member, frame, arrays(member))
 
+    def start_one(self, member: Member, make: Callable[[int], Request], arrays: Sequence[Any]) -> None:
+        """Start a call of one worker, beside those of others; `collect_some` brings its answer."""
+        self._call += 1
+        self._roster.owe(self._call, [member])
+        if member.peer is None:
+            self._replies[member.index] = self._losses[member.index]
+            member.owes = None
+            return
+        self.desks.expect([member])
+        self._send(member, messages.encode(make(self._call)), arrays)
+
+    def collect_some(self, timeout_s: float | None = None) -> list[Answer]:
+        """Wait until at least one of the calls that `start_one` started is answered; returns all that are.
+
+        Raises:
+            CallTimeout: None was in time; `collect_some` may be called again.
+            WorkerFailed: An environment raised.
+        """
+        timeout_s = self._timeouts.call_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        while not any(self._replies):
+            self._wait_for_news(deadline, timeout_s, has_desks=self.desks.are_in_use)
+        return self._take_answers([member for member in self.members if self._replies[member.index] is not None])
+
     def start_plain_step(self) -> None:
         """Start a step with the actions in the planes, where all workers share memory.
 
@@ -161,10 +179,7 @@ class Hub:
             self._finish_abandoned()
         self._call = call = self._call + 1
         self._is_plain = self._is_open = True
-        assert self.bell is not None, "there is one where there are desks"
-        self.bell.expect(len(self._desks))
-        for desk in self._desks:
-            desk.post_plain(call)  # type: ignore[union-attr]  # all have one
+        self.desks.start_plain(call)
 
     def collect(self, timeout_s: float | None = None) -> list[Answer]:
         """Wait until every worker that owes an answer has given it, or is lost.
@@ -175,116 +190,96 @@ class Hub:
             CallTimeout: One has not answered in time; `collect` may be called again.
             WorkerFailed: An environment or policy raised.
         """
-        answers = self._await_answers(self._timeouts.call_s if timeout_s is None else timeout_s)
-        for member, reply in answers:
-            if isinstance(reply, Failed):
-                raise failure_of(member, reply)
-        return answers
+        if not self._await_answers(self._timeouts.call_s if timeout_s is None else timeout_s):
+            return []
+        return self._take_answers(self._awaited)
 
     def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
         """End the workers: ask, wait, then insist. Never raises because one is dead or does not answer."""
         if self._owner_pid != os.getpid():
             return  # A forked copy of the head must not end its parent's workers.
-        for member, desk in zip(self.members, self._desks, strict=True):
-            if desk is not None:
-                desk.stop()
+        for member in self.members:
+            self.desks.stop(member)
             if member.peer is not None:  # By both ways: a worker that streams listens to the socket.
                 self._socket.send(member.peer, [messages.encode(Stop())])
         self._fleet.stop(0.0 if terminate else self._timeouts.close_s if timeout_s is None else timeout_s)
         self._socket.close()
 
-    def _await_answers(self, timeout_s: float) -> list[Answer]:
-        if self._is_plain and self._collect_plain(timeout_s):
-            self._is_open = False
-            return []
+    def _await_answers(self, timeout_s: float) -> bool:
+        """Wait until all have answered or are lost; False if it was a plain step, and all answers to it are plain."""
+        if self._is_plain:
+            has_rung, are_plain = self.desks.finish_plain(self._call, min(_SLICE_S, timeout_s))
+            self._is_plain = False
+            if are_plain:
+                self._is_open = False
+                return False
+            self._roster.owe(self._call, self.members)
+            self._awaited = self.members
+            if has_rung:
+                self._settle_all(self.desks.take(self.members))
         deadline = time.monotonic() + timeout_s
-        while self._roster.debtors():
-            slice_s = min(_SLICE_S, max(0.0, deadline - time.monotonic()))
-            if self._awaits_bell:
-                has_news = self._listen(slice_s)
-                self._pump(0.0)
-            else:
-                has_news = self._pump(slice_s)
-            if not has_news:
-                self._check_missing(deadline, timeout_s)
-        answers = [
-            (member, reply) for member, reply in zip(self.members, self._replies, strict=True) if reply is not None
-        ]
-        self._replies = [None] * len(self.members)
+        while any(member.owes is not None for member in self._awaited):
+            self._wait_for_news(deadline, timeout_s, has_desks=self.desks.are_awaited)
         self._is_open = False
+        return True
+
+    def _take_answers(self, members: Sequence[Member]) -> list[Answer]:
+        answers: list[Answer] = []
+        failure: WorkerFailed | None = None
+        for member in members:
+            reply, self._replies[member.index] = self._replies[member.index], None
+            if isinstance(reply, Failed):
+                failure = failure or failure_of(member, reply)
+            elif reply is not None:
+                answers.append((member, reply))
+        if failure is not None:
+            raise failure
         return answers
 
-    def _collect_plain(self, timeout_s: float) -> bool:
-        """Wait for plain answers to a plain step; False if not all are there and plain: then it is an ordinary call."""
-        assert self.bell is not None, "there is one where there are desks"
-        has_rung = self.bell.wait(min(_SLICE_S, timeout_s))
-        self._is_plain = False
-        if has_rung:
-            for desk in self._desks:
-                if not desk.is_plain(self._call):  # type: ignore[union-attr]  # all have one
-                    break
-            else:
-                return True
-        self._roster.owe(self._call, self.members)
-        self._awaits_bell = True
-        if has_rung:
-            self._take_desks()
-        return False
-
-    def _listen(self, timeout_s: float) -> bool:
-        """Wait for the bell, and take what lies on the desks, whether it has rung or not."""
-        assert self.bell is not None, "there is one where there are desks"
-        has_rung = self.bell.wait(timeout_s)
-        self._take_desks()
-        if not has_rung and not self._awaits_bell:
-            self.bell.wait(_SETTLE_S)  # The answers are here, so it is about to ring; the next call must not hear that.
-        return has_rung
+    def _wait_for_news(self, deadline: float, timeout_s: float, *, has_desks: bool) -> None:
+        """Wait a little for answers; if none come, look whether a worker is lost or time is up."""
+        slice_s = min(_SLICE_S, max(0.0, deadline - time.monotonic()))
+        if has_desks:
+            has_news, replies = self.desks.listen(self.members, slice_s)
+            self._settle_all(replies)
+            self._pump(0.0)
+        else:
+            has_news = self._pump(slice_s)
+        if not has_news:
+            self._check_missing(deadline, timeout_s)
 
     def _finish_abandoned(self) -> None:
         """Wait for the answers to a call that nobody waits for any more, after Ctrl-C or a timeout, and drop them."""
         log.warning("waiting for call %d, which was interrupted, before the next one", self._call)
-        self._await_answers(self._timeouts.call_s)
+        if self._await_answers(self._timeouts.call_s):
+            for member in self._awaited:
+                self._replies[member.index] = None
 
     def _open_call(self, members: Sequence[Member]) -> None:
         """Number a call and note who owes its answer; a worker that is not here has given it already."""
         self._is_open = True
+        self._awaited = members
         self._call += 1
         present = [member for member in members if member.peer is not None]
         self._roster.owe(self._call, present)
         for member in members:
             if member.peer is None:
                 self._replies[member.index] = self._losses[member.index]
-        num_desks = sum([self._desks[member.index] is not None for member in present])
-        self._awaits_bell = num_desks > 0
-        if num_desks:
-            assert self.bell is not None, "there is one where there are desks"
-            self.bell.expect(num_desks)
+        self.desks.expect(present)
 
     def _send(self, member: Member, frame: bytes, arrays: Sequence[Any]) -> None:
         if member.peer is None:
             return
-        desk = self._desks[member.index]
-        if desk is not None:
-            if desk.post(frame, self._call):
+        if self.desks.has(member):
+            if self.desks.post(member, frame, self._call):
                 return
             arrays = ()
         if not self._socket.send(member.peer, [frame, *arrays]):
             self._vigil.suspect(time.monotonic())
 
-    def _take_desks(self) -> None:
-        """Take the replies that lie on desks; one too large for that comes over the socket, as any other does."""
-        self._awaits_bell = False
-        for member, desk in zip(self.members, self._desks, strict=True):
-            if desk is None or member.owes is None:
-                continue
-            if desk.is_plain(member.owes):
-                self._settle(member, Stepped(member.owes, None, None))
-                continue
-            frame = desk.take(member.owes)
-            if frame is None:
-                self._awaits_bell = True
-            elif frame:
-                self._settle(member, messages.decode_reply(frame))
+    def _settle_all(self, replies: Iterable[tuple[Member, Reply]]) -> None:
+        for member, reply in replies:
+            self._settle(member, reply)
 
     def _pump(self, timeout_s: float) -> bool:
         """Deal with one message from the socket, if one comes."""
@@ -369,7 +364,7 @@ class Hub:
 
     def _lose(self, member: Member, reason: str) -> None:
         """Give a worker up, unless it has left its answer behind."""
-        self._take_desks()
+        self._settle_all(self.desks.take([member]))
         while member.owes is not None and self._pump(0.0):
             pass
         if member.owes is None:
@@ -383,7 +378,4 @@ class Hub:
         self._roster.lose(member)
         self._losses[member.index] = loss
         self._vigil.forget(member)
-        if self._desks[member.index] is not None and self.bell is not None:
-            self._desks[member.index] = None
-            # Nobody knows whether it has been counted. The others' answers are found without the bell, if need be.
-            self.bell.silence()
+        self.desks.drop(member)

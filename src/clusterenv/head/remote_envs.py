@@ -194,6 +194,32 @@ class RemoteEnvs:
     def _make_planes(self, make: ArrayMaker) -> Planes:
         return Planes.make(self.plan.actions, self.plan.observations, self._num_envs, make)
 
+    def step_shard(self, index: int) -> None:
+        """Start a step of one worker's environments, with the actions in the planes; `finish_some` ends it."""
+        rows = self._rows[index]
+        self.hub.start_one(self.hub.members[index], lambda call: Step(call, None), rows.actions)
+
+    def finish_some(self, timeout_s: float | None = None) -> list[tuple[int, Outcome]]:
+        """Wait until some worker that was told to step has done so; returns all that have, by worker index.
+
+        Raises:
+            CallTimeout: None was in time; `finish_some` may be called again.
+            WorkerLost: A worker has died, and is not replaced.
+            WorkerFailed: An environment raised.
+        """
+        finished: list[tuple[int, Outcome]] = []
+        for member, reply in self.hub.collect_some(timeout_s):
+            shards: list[ShardInfos] = []
+            objects: dict[int, list[list[Any]]] = {}
+            if isinstance(reply, Lost):
+                self.crew.replace([(member, reply)])
+                shards += self._truncate([member], objects)
+            else:
+                self._read_stepped(member, reply, shards, objects)
+            infos = shards[0].infos if shards else {}
+            finished.append((member.index, Outcome(infos, objects.get(member.index, []), [])))
+        return finished
+
     def ask_all(self, make: Callable[[int], Request]) -> None:
         """Ask all workers the same, and wait until they have done it."""
         self.crew.start(lambda call, _: make(call))

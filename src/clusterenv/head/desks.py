@@ -1,0 +1,122 @@
+"""Desks: the head's conversation with the workers that share its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from clusterenv.head.roster import Member
+from clusterenv.wire import messages
+from clusterenv.wire.messages import Reply, Stepped
+from clusterenv.wire.shared import Bell, HeadDesk
+
+_SETTLE_S = 1e-3
+
+
+class Desks:
+    """The desks of the workers that have one, and the bell that wakes the head when the last of them has answered.
+
+    The bell only wakes: whether somebody has answered is seen on the desk. So it does no harm if it rings too early or
+    too late, as it may when a worker has died.
+
+    Attributes:
+        bell: Must be set before the first desk is used.
+        are_awaited: Whether an answer is still to come by a desk.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.bell: Bell | None = None
+        self.are_awaited = False
+        self._desks: list[HeadDesk | None] = [None] * num_workers
+
+    def use(self, member: Member, desk: HeadDesk) -> None:
+        """From now on talk to this worker over its desk."""
+        self._desks[member.index] = desk
+
+    def drop(self, member: Member) -> None:
+        """No longer talk to this worker over its desk: it is lost."""
+        if self._desks[member.index] is not None:
+            self._desks[member.index] = None
+            # Nobody knows whether it has been counted. The others' answers are found without the bell, if need be.
+            self._the_bell().silence()
+
+    def has(self, member: Member) -> bool:
+        """Whether this worker has a desk."""
+        return self._desks[member.index] is not None
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether every worker has one."""
+        return None not in self._desks
+
+    @property
+    def are_in_use(self) -> bool:
+        """Whether any worker has one."""
+        return any(desk is not None for desk in self._desks)
+
+    def expect(self, members: Sequence[Member]) -> None:
+        """Await the answers of those of these workers that have a desk."""
+        count = sum([self._desks[member.index] is not None for member in members])
+        self.are_awaited = count > 0
+        if count:
+            self._the_bell().expect(count)
+
+    def post(self, member: Member, frame: bytes, call: int) -> bool:
+        """Hand over a request; False if it is too large, and must follow over the socket."""
+        desk = self._desks[member.index]
+        assert desk is not None, "it has one"
+        return desk.post(frame, call)
+
+    def stop(self, member: Member) -> None:
+        """Tell a worker that has a desk to end."""
+        desk = self._desks[member.index]
+        if desk is not None:
+            desk.stop()
+
+    def start_plain(self, call: int) -> None:
+        """Start a plain step of all workers: the hot path."""
+        self.bell.expect(len(self._desks))  # type: ignore[union-attr]  # there is one where there are desks
+        for desk in self._desks:
+            desk.post_plain(call)  # type: ignore[union-attr]  # all have one
+
+    def finish_plain(self, call: int, timeout_s: float) -> tuple[bool, bool]:
+        """Wait for the answers to a plain step; returns whether the bell has rung, and whether all are plain."""
+        self.are_awaited = True
+        if not self.bell.wait(timeout_s):  # type: ignore[union-attr]  # there is one where there are desks
+            return False, False
+        for desk in self._desks:
+            if not desk.is_plain(call):  # type: ignore[union-attr]  # all have one
+                return True, False
+        return True, True
+
+    def listen(self, members: Sequence[Member], timeout_s: float) -> tuple[bool, list[tuple[Member, Reply]]]:
+        """Wait for the bell, and take the answers on the desks whether it has rung or not."""
+        has_rung = self._the_bell().wait(timeout_s)
+        replies = list(self.take(members))
+        if not has_rung and not self.are_awaited:
+            # The answers are here, so it is about to ring; the next call must not hear that.
+            self._the_bell().wait(_SETTLE_S)
+        return has_rung, replies
+
+    def take(self, members: Sequence[Member]) -> Iterator[tuple[Member, Reply]]:
+        """Yield the answers that lie on the desks; one too large for that comes over the socket, as any other does.
+
+        Raises:
+            WireError: A mailbox holds nonsense.
+        """
+        self.are_awaited = False
+        for member in members:
+            desk = self._desks[member.index]
+            if desk is None or member.owes is None:
+                continue
+            if desk.is_plain(member.owes):
+                yield member, Stepped(member.owes, None, None)
+                continue
+            frame = desk.take(member.owes)
+            if frame is None:
+                self.are_awaited = True
+            elif frame:
+                yield member, messages.decode_reply(frame)
+
+    def _the_bell(self) -> Bell:
+        assert self.bell is not None, "there is one where there are desks"
+        return self.bell
