@@ -27,6 +27,7 @@ from clusterenv.wire.zeromq import HeadSocket
 
 log = logging.getLogger(__name__)
 
+_FAREWELL_S = 0.5  # What the last words to a worker get to leave, if nobody waits for it to end.
 _SLICE_S = 0.1  # How long to sleep at most before looking whether a worker has died.
 
 Landing = Callable[[Member, Reply], Sequence[NDArray[Any]]]
@@ -203,7 +204,7 @@ class Hub:
             if member.peer is not None:  # By both ways: a worker that streams listens to the socket.
                 self._socket.send(member.peer, [messages.encode(Stop())])
         self._fleet.stop(0.0 if terminate else self._timeouts.close_s if timeout_s is None else timeout_s)
-        self._socket.close()
+        self._socket.close(0.0 if terminate else _FAREWELL_S)
 
     def _await_answers(self, timeout_s: float) -> bool:
         """Wait until all have answered or are lost; False if it was a plain step, and all answers to it are plain."""

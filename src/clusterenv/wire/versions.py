@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 
 import gymnasium
 import numpy as np
@@ -15,17 +14,8 @@ _PARTS = {"python": 2, "gymnasium": 2, "numpy": 1}
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of this process."""
-    try:
-        own = version("clusterenv")
-    except PackageNotFoundError:  # Run from a source tree.
-        own = "unknown"
-    return {
-        "python": platform.python_version(),
-        "gymnasium": gymnasium.__version__,
-        "numpy": np.__version__,
-        "clusterenv": own,
-    }
+    """Return the versions of this process; that of clusterenv itself is the protocol's number."""
+    return {"python": platform.python_version(), "gymnasium": gymnasium.__version__, "numpy": np.__version__}
 
 
 def find_conflict(head: Mapping[str, str], worker: Mapping[str, str]) -> str:

@@ -117,11 +117,11 @@ class HeadSocket:
             count += 1
         return count
 
-    def close(self) -> None:
-        """Close at once; nothing is waited for."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close, giving what was sent last this long to leave."""
         self._socket.disable_monitor()
         self._events.close(linger=0)
-        self._socket.close(linger=0)
+        self._socket.close(linger=int(linger_s * 1000))
         self._keeper.close(linger=0)
         self._context.term()
 
