@@ -4,6 +4,8 @@ from clusterenv.config import Timeouts
 from clusterenv.env import ClusterEnv
 from clusterenv.errors import ClusterEnvError
 from clusterenv.factories import NativeVector
+from clusterenv.head.crew import Loss
+from clusterenv.head.stream import Stream
 from clusterenv.launchers.local import LocalLauncher
 from clusterenv.policy.policy import BasePolicy, Decision, Policy
 from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync
@@ -20,11 +22,13 @@ __all__ = [
     "Decision",
     "EveryUpdate",
     "LocalLauncher",
+    "Loss",
     "NativeVector",
     "NeverSync",
     "PeriodicSync",
     "Policy",
     "RemoteObject",
     "Rollout",
+    "Stream",
     "Timeouts",
 ]
