@@ -36,6 +36,7 @@ from clusterenv.wire.ticket import Ticket
 from clusterenv.wire.versions import installed_versions
 from clusterenv.wire.zeromq import WorkerSocket
 from clusterenv.worker.answers import Answers, ShardRequest, unpickle
+from clusterenv.worker.leave import Leave
 from clusterenv.worker.shard import Shard
 from clusterenv.worker.watchdog import Watchdog
 
@@ -44,21 +45,21 @@ log = logging.getLogger(__name__)
 _LOOK_UP_S = 1.0  # How often an idle worker checks that its head still lives.
 
 
-def run_worker(ticket: Ticket, worker_index: int) -> None:
-    """Join the head and serve it until it says stop or is gone.
+def run_worker(ticket: Ticket, worker_index: int, leave: Leave) -> None:
+    """Join the head and serve it until it says stop or is gone, or this worker is asked to leave.
 
     The head knows a worker by its connection. If that is lost while the head lives on, the worker's environments are
     lost to the head too: the worker throws them away and joins again, as if new.
     """
-    while _serve_once(ticket, worker_index):
+    while _serve_once(ticket, worker_index, leave):
         log.warning("the connection to the head was lost: worker %d joins again, as a new one", worker_index)
 
 
-def _serve_once(ticket: Ticket, worker_index: int) -> bool:
+def _serve_once(ticket: Ticket, worker_index: int, leave: Leave) -> bool:
     """Serve as long as one connection lasts; returns whether to try another."""
     socket = WorkerSocket(ticket)
     watchdog = Watchdog(Link(socket.events, ticket.endpoint), ticket.parent_pid)
-    worker = _Worker(watchdog, Channel(socket), worker_index)
+    worker = _Worker(watchdog, Channel(socket), worker_index, leave)
     try:
         worker.join()
         worker.serve()
@@ -72,8 +73,9 @@ def _serve_once(ticket: Ticket, worker_index: int) -> bool:
 
 
 class _Worker:
-    def __init__(self, watchdog: Watchdog, channel: Channel, worker_index: int) -> None:
+    def __init__(self, watchdog: Watchdog, channel: Channel, worker_index: int, leave: Leave) -> None:
         self.was_cut_off = False
+        self._leave = leave
         self._watchdog = watchdog
         self._channel = channel
         self._shard: Shard | None = None
@@ -85,7 +87,7 @@ class _Worker:
         self._channel.send(Join(PROTOCOL, self._worker_index, os.getpid(), sockets.gethostname(), installed_versions()))
 
     def serve(self) -> None:
-        while True:
+        while not self._leave.is_wanted:
             request = self._channel.receive(_LOOK_UP_S)
             if request is None:
                 if self._watchdog.head_is_gone:
