@@ -7,6 +7,7 @@ from clusterenv.factories import NativeVector
 from clusterenv.head.crew import Loss
 from clusterenv.head.stream import Stream
 from clusterenv.launchers.local import LocalLauncher
+from clusterenv.launchers.slurm import SlurmLauncher
 from clusterenv.policy.policy import BasePolicy, Decision, Policy
 from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync
 from clusterenv.rollout import Rollout
@@ -29,6 +30,7 @@ __all__ = [
     "Policy",
     "RemoteObject",
     "Rollout",
+    "SlurmLauncher",
     "Stream",
     "Timeouts",
 ]

@@ -1,0 +1,393 @@
+"""SlurmLauncher on a real Slurm: a login node and compute nodes with addresses and host names of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clusterenv import ClusterEnv, SlurmLauncher, Timeouts
+from clusterenv.errors import LaunchError, WorkerLost
+from clusterenv.launchers.base import Launcher
+from clusterenv.wire.messages import Join
+from tests.conftest import wait_until_gone
+from tests.launcher_contract import Door, LauncherContract, fleet_is_alive, tells_secret
+from tests.located import Farewell, make_located
+from tests.policies import Linear
+from tests.slurm_cluster import SlurmCluster, slurm_cluster
+from tests.test_readme import blocks_of
+
+ROOT = Path(__file__).parent.parent
+TIMEOUTS = Timeouts(join_s=30, call_s=30, close_s=5)
+IMPATIENT = Timeouts(join_s=30, call_s=30, close_s=5, silence_s=3)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A Slurm with two nodes."""
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), num_nodes=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def login(cluster: SlurmCluster, nothing_is_left_behind: None) -> Iterator[SlurmCluster]:
+    """Every test runs on the login node, and leaves no job."""
+    with cluster.logged_in():
+        yield cluster
+        left = cluster.jobs()
+        for job_id in left:
+            cluster.run("scancel", job_id)
+        cluster.wait_until_idle()
+    assert not left
+
+
+@pytest.fixture
+def door(login: SlurmCluster) -> Iterator[Door]:
+    door = Door(login.login.address)
+    yield door
+    door.close()
+
+
+def launch(
+    launcher: Launcher,
+    num_workers: int = 2,
+    env: Any = "CartPole-v1",
+    on_loss: str = "replace",
+    timeouts: Timeouts = TIMEOUTS,
+) -> ClusterEnv:
+    """Open a ClusterEnv with two environments a worker, which shares nothing with this process but the network."""
+    return ClusterEnv(
+        env,
+        2 * num_workers,
+        num_workers=num_workers,
+        launcher=launcher,
+        transport="zmq",
+        timeouts=timeouts,
+        on_loss=on_loss,
+    )
+
+
+class TestSlurmLauncher(LauncherContract):
+    address = "10.88.0.1"
+    options = {"transport": "zmq"}  # noqa: RUF012 - a constant
+
+    def make_launcher(self, log_dir: Path) -> Launcher:
+        return SlurmLauncher(nodes=2, log_dir=log_dir)
+
+
+class TestSlurmLauncherInsideAnAllocation(LauncherContract):
+    address = "10.88.0.1"
+    options = {"transport": "zmq"}  # noqa: RUF012 - a constant
+
+    @pytest.fixture(autouse=True)
+    def allocation(self, login: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        done = subprocess.run(
+            ["salloc", "--no-shell", "--nodes=2", "--ntasks=4"], capture_output=True, text=True, check=True
+        )
+        job_id = done.stderr.split("allocation ")[1].split()[0]
+        monkeypatch.setenv("SLURM_JOB_ID", job_id)
+        monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+        monkeypatch.setenv("SLURM_NTASKS", "4")
+        yield
+        assert login.jobs() == [job_id], "it is the user's, and no other was submitted"
+        login.run("scancel", job_id)
+        login.wait_until_idle()
+
+    def make_launcher(self, log_dir: Path) -> Launcher:
+        return SlurmLauncher(nodes=2, log_dir=log_dir)
+
+
+def test_the_issues_example_runs_on_all_nodes(login: SlurmCluster) -> None:
+    launcher = SlurmLauncher(nodes=2, partition="cpu", time="02:00:00")
+    with launch(launcher, 5, make_located) as envs:
+        hosts = envs.get_attr("host")
+        assert set(hosts) == {"n1", "n2"}
+        assert list(hosts) == sorted(hosts), "neighbours in the batch are neighbours on the cluster"
+        envs.reset(seed=1)
+        envs.step(np.zeros(10, np.int64))
+        rollout = envs.rollout(Linear(seed=1), 8)
+        assert rollout.rewards.shape == (8, 10)
+        assert login.run("squeue", "--noheader", "--format=%P %l %D %j") == "cpu 2:00:00 2 clusterenv"
+
+
+@pytest.mark.parametrize("block", blocks_of(ROOT / "docs" / "slurm.md"), ids=("run", "render"))
+def test_the_blocks_of_the_manual_run(login: SlurmCluster, block: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    if "render" in block:
+        shown = (ROOT / "docs" / "slurm.md").read_text().replace("/home/me", str(tmp_path))
+        assert done.stdout in shown, "the manual shows what is submitted"
+
+
+def test_without_a_number_of_nodes_slurm_chooses(login: SlurmCluster) -> None:
+    with launch(SlurmLauncher(cpus_per_worker=2), 3, make_located) as envs:
+        assert set(envs.get_attr("host")) <= {"n1", "n2"}
+        assert login.run("squeue", "--noheader", "--format=%C") == "6"
+
+
+def test_a_refused_submission_says_what_slurm_says(login: SlurmCluster) -> None:
+    with pytest.raises(LaunchError, match="invalid partition specified: nowhere"):
+        launch(SlurmLauncher(partition="nowhere"))
+
+
+def test_a_machine_without_slurm_is_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with monkeypatch.context() as here:
+        here.setenv("PATH", str(tmp_path))
+        with pytest.raises(LaunchError, match="no sinfo on this machine"):
+            launch(SlurmLauncher(log_dir=tmp_path))
+
+
+def test_a_job_that_fails_at_once_says_why(login: SlurmCluster) -> None:
+    with pytest.raises(LaunchError, match="exit status 127") as caught:
+        launch(SlurmLauncher(python="/opt/no/such/python"))
+    assert "/opt/no/such/python: No such file or directory" in str(caught.value)
+
+
+def test_a_setup_line_that_fails_is_named(login: SlurmCluster) -> None:
+    with pytest.raises(LaunchError, match="exit status 1") as caught:
+        launch(SlurmLauncher(setup=["true", "module load python/3.11", "true"]))
+    assert "module: command not found" in str(caught.value)
+    assert "line 2 of the setup failed" in str(caught.value)
+
+
+def test_nothing_a_user_writes_is_read_as_shell_but_the_setup(
+    login: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / 'it\'s; $(touch pwned) & "so"'
+    odd.mkdir()
+    (odd / "python").symlink_to(sys.executable)
+    launcher = SlurmLauncher(
+        setup=["""export GREETING='it'"'"'s "fine"; $HOME'  # and 'a' comment""", "cat /dev/null | cat"],
+        python=str(odd / "python"),
+        log_dir=odd,
+        options={"job-name": "a b; touch pwned", "comment": "$(touch pwned)"},
+    )
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(sys.path)
+    )  # A python that is not the head's is not given its path.
+    with launch(launcher, 1, make_located) as envs:
+        assert envs.call("variable", "GREETING") == ('it\'s "fine"; $HOME',) * 2
+        assert login.run("squeue", "--noheader", "--format=%j|%k") == "a b; touch pwned|$(touch pwned)"
+    assert not list(ROOT.rglob("pwned"))
+
+
+def test_workers_use_as_many_threads_as_they_have_cpus(login: SlurmCluster) -> None:
+    launcher = SlurmLauncher(cpus_per_worker=2, options={"export": "NONE"})
+    with launch(launcher, 1, make_located) as envs:
+        assert envs.call("variable", "OMP_NUM_THREADS") == ("2", "2")
+
+
+def test_slurm_is_told_no_secret_that_it_shows(login: SlurmCluster, door: Door, tmp_path: Path) -> None:
+    fleet = SlurmLauncher(log_dir=tmp_path).launch(door.ticket, 2)
+    try:
+        (job_id,) = login.jobs()
+        door.await_join(fleet)
+        login.run("scontrol", "write", "batch_script", job_id, str(tmp_path / "script"))
+        shown = login.run("scontrol", "--details", "show", "job", job_id)
+    finally:
+        fleet.stop(0.0)
+    for text in (shown, (tmp_path / "script").read_text(), *(path.read_text() for path in tmp_path.glob("*.log"))):
+        assert text
+        assert not tells_secret(text.encode(), door.ticket)
+
+
+def test_a_job_that_waits_says_for_what_and_is_cancelled_by_stop(login: SlurmCluster, door: Door) -> None:
+    with launch(SlurmLauncher(exclusive=True, nodes=2)):
+        fleet = SlurmLauncher(nodes=2).launch(door.ticket, 2)
+        door.wait_until(lambda: "(" in fleet.status() or bool(fleet.exits()), fleet)
+        assert fleet.exits() == {}
+        job_id = login.jobs()[0]
+        assert fleet.status() in (f"job {job_id} is pending (Resources)", f"job {job_id} is pending (Priority)")
+        began_at = time.monotonic()
+        fleet.stop(5.0)
+        assert time.monotonic() - began_at < 2.0, "there is nothing to wait for"
+        assert len(login.jobs()) == 1
+
+
+def test_a_job_that_somebody_cancels_is_named(login: SlurmCluster, tmp_path: Path) -> None:
+    with launch(SlurmLauncher(), 2, lambda: Farewell(tmp_path), on_loss="raise") as envs:
+        envs.reset(seed=1)
+        (job_id,) = login.jobs()
+        login.run("scancel", job_id)
+        with pytest.raises(WorkerLost) as caught:
+            step_for_ever(envs)
+    assert re.search(rf"job {job_id} |STEP {job_id}.0 ", str(caught.value))  # Said of the worker, or in its log.
+    assert "CANCELLED" in str(caught.value)
+    assert len(list(tmp_path.iterdir())) == 2, "the workers closed their environments"
+
+
+def step_for_ever(envs: ClusterEnv) -> None:
+    while True:
+        envs.step(np.zeros(envs.num_envs, np.int64))
+
+
+def test_workers_of_a_preempted_job_come_back(login: SlurmCluster, door: Door, tmp_path: Path) -> None:
+    fleet = SlurmLauncher(nodes=2, partition="cpu", log_dir=tmp_path).launch(door.ticket, 2)
+    try:
+        before = {door.await_join(fleet).pid for _ in range(2)}
+        (job_id,) = login.jobs()
+        hog = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
+        urgent_id = login.run(*hog, "--wrap=sleep 60")
+        door.wait_until(lambda: f"job {job_id} was requeued" in fleet.exits().get(1, ""), fleet)
+        assert list(fleet.exits()) == [0, 1]
+        fleet.restart(0)
+        fleet.restart(1)
+        assert fleet.exits() == {}
+        assert fleet.status() == f"job {job_id} is pending (BeginTime)"
+        assert wait_until_gone(list(before), 0.0) == []
+        door.wait_until(lambda: login.state_of(urgent_id) == "RUNNING", fleet)
+        login.run("scancel", urgent_id)
+        door.wait_until(lambda: login.jobs() == [job_id], fleet)
+        login.run("scontrol", "update", f"job={job_id}", "StartTime=now")  # Slurm would let it wait for two minutes.
+        joins: list[Join] = []
+        door.wait_until(lambda: bool(fleet.exits()) or len(joins) == 2, fleet, joins)
+        assert fleet.exits() == {}, "the ends of the first run are not the second's"
+        assert {join.worker_index for join in joins} == {0, 1}
+        assert "DUE TO PREEMPTION" in (tmp_path / f"job-{job_id}.log").read_text()
+    finally:
+        fleet.stop(0.0)
+
+
+def test_workers_of_a_job_that_is_over_are_started_in_another(login: SlurmCluster, door: Door, tmp_path: Path) -> None:
+    fleet = SlurmLauncher(log_dir=tmp_path).launch(door.ticket, 2)
+    try:
+        for _ in range(2):
+            os.kill(door.await_join(fleet).pid, signal.SIGKILL)
+        (job_id,) = login.jobs()
+        door.wait_until(lambda: all("failed" in how for how in (fleet.exits() or {0: ""}).values()), fleet)
+        fleet.restart(0)
+        fleet.restart(1)
+        assert {door.await_join(fleet).worker_index for _ in range(2)} == {0, 1}
+        assert login.jobs() != [job_id]
+        assert len(login.jobs()) == 1
+    finally:
+        fleet.stop(0.0)
+
+
+def test_a_cancelled_job_is_not_started_again(login: SlurmCluster, door: Door, tmp_path: Path) -> None:
+    fleet = SlurmLauncher(log_dir=tmp_path).launch(door.ticket, 1)
+    try:
+        door.await_join(fleet)
+        login.run("scancel", *login.jobs())
+        door.wait_until(lambda: "CANCELLED" in fleet.exits().get(0, ""), fleet)
+        with pytest.raises(LaunchError, match="was cancelled"):
+            fleet.restart(0)
+    finally:
+        fleet.stop(0.0)
+
+
+def test_by_default_logs_are_kept_only_for_errors(
+    login: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with launch(SlurmLauncher(), 1):
+        assert len(list(tmp_path.iterdir())) == 1
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(LaunchError):
+        launch(SlurmLauncher(partition="nowhere"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_shared_directory_workers_run_and_errors_say_where_logs_would_be(login: SlurmCluster) -> None:
+    hidden = login.private / "logs"
+    with launch(SlurmLauncher(log_dir=hidden), 2) as envs:
+        envs.reset(seed=1)
+    assert not list(hidden.iterdir())
+    with pytest.raises(LaunchError, match="FAILED") as caught:
+        launch(SlurmLauncher(log_dir=hidden, python="/opt/no/such/python"))
+    assert str(hidden) in str(caught.value)
+    assert "do not share that directory" in str(caught.value)
+
+
+INSIDE = """
+from clusterenv import ClusterEnv, SlurmLauncher
+from tests.located import make_located
+with ClusterEnv(make_located, 4, num_workers=4, transport="zmq", launcher=SlurmLauncher()) as envs:
+    envs.reset(seed=1)
+    print(*envs.get_attr("host"))
+"""
+
+
+def test_a_head_in_a_batch_job_uses_the_nodes_of_its_job(login: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "head.py").write_text(INSIDE)
+    command = f"PYTHONPATH={ROOT}:$PYTHONPATH {sys.executable} {tmp_path}/head.py"
+    options = ["--nodes=2", "--ntasks-per-node=2", f"--output={tmp_path}/out", f"--wrap={command}"]
+    login.run("sbatch", "--wait", *options)
+    assert "n1 n1 n2 n2\n" in (tmp_path / "out").read_text()
+
+
+HEAD = """
+import json, os, sys
+from clusterenv import ClusterEnv, SlurmLauncher
+launcher = SlurmLauncher(nodes=2, log_dir=sys.argv[1])
+envs = ClusterEnv("CartPole-v1", 4, num_workers=2, transport="zmq", launcher=launcher)
+envs.reset(seed=1)
+print(json.dumps(envs.worker_pids), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_job_of_a_head_that_is_killed_ends_by_itself(login: SlurmCluster, tmp_path: Path) -> None:
+    head = subprocess.Popen(
+        [sys.executable, "-c", HEAD, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with head:
+        assert head.stdout is not None
+        pids = json.loads(head.stdout.readline())
+        assert fleet_is_alive(pids)
+        head.kill()
+    assert wait_until_gone(pids, 20.0) == []
+    login.wait_until_idle()
+
+
+def test_workers_that_find_no_head_end_and_so_does_their_job(login: SlurmCluster, tmp_path: Path) -> None:
+    door = Door(login.login.address)
+    door.close()
+    fleet = SlurmLauncher(nodes=2, log_dir=tmp_path).launch(door.ticket, 2)
+    login.wait_until_idle()
+    fleet.stop(0.0)
+    (log,) = tmp_path.iterdir()
+    assert log.read_text().count("the head has ended") == 2
+
+
+def test_two_runs_at_once_do_not_mind_each_other(login: SlurmCluster) -> None:
+    with launch(SlurmLauncher(nodes=2)) as kept:
+        with launch(SlurmLauncher(nodes=2)) as closed:
+            assert len(login.jobs()) == 2
+            kept.reset(seed=1)
+            closed.reset(seed=1)
+        assert len(login.jobs()) == 1
+        kept.step(np.zeros(4, np.int64))
+
+
+@pytest.fixture
+def fragile(tmp_path: Path, login: SlurmCluster) -> Iterator[SlurmCluster]:
+    """A cluster of the test's own, with the test on its login node."""
+    with slurm_cluster(tmp_path, num_nodes=2) as cluster, cluster.logged_in():
+        yield cluster
+
+
+@pytest.mark.parametrize("fate", ["dies", "is cut off"])
+def test_a_node_that_is_lost_is_survived_on_the_others(fragile: SlurmCluster, tmp_path: Path, fate: str) -> None:
+    launcher = SlurmLauncher(nodes=2, log_dir=tmp_path / "logs")
+    with launch(launcher, 2, make_located, timeouts=IMPATIENT) as envs:
+        assert envs.get_attr("host") == ("n1", "n1", "n2", "n2")
+        envs.reset(seed=1)
+        if fate == "dies":
+            fragile.kill_node(fragile.nodes[1])
+        else:
+            fragile.nodes[1].cut()
+        infos = envs.step(np.zeros(4, np.int64))[-1]
+        assert infos["worker_lost"].tolist() == [False, False, True, True]
+        assert envs.get_attr("host") == ("n1", "n1", "n1", "n1")
+        envs.rollout(Linear(seed=1), 4)
