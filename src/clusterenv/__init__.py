@@ -8,6 +8,7 @@ from clusterenv.head.crew import Loss
 from clusterenv.head.stream import Stream
 from clusterenv.launchers.local import LocalLauncher
 from clusterenv.launchers.slurm import SlurmLauncher
+from clusterenv.launchers.ssh import SSHLauncher
 from clusterenv.policy.policy import BasePolicy, Decision, Policy
 from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync
 from clusterenv.rollout import Rollout
@@ -30,6 +31,7 @@ __all__ = [
     "Policy",
     "RemoteObject",
     "Rollout",
+    "SSHLauncher",
     "SlurmLauncher",
     "Stream",
     "Timeouts",

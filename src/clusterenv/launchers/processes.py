@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from clusterenv.errors import LaunchError
-
-_TAIL_BYTES = 4096
+from clusterenv.launchers.worker_log import WorkerLog
 
 StartProcess = Callable[[int, BinaryIO], "subprocess.Popen[bytes]"]
 
@@ -34,11 +31,11 @@ class ProcessFleet:
         """
         self._start = start
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._logs: list[BinaryIO] = []
+        self._logs: list[WorkerLog] = []
         try:
             for worker_index in range(num_workers):
-                self._logs.append(_open_log(log_dir, worker_index))
-                self._processes.append(start(worker_index, self._logs[-1]))
+                self._logs.append(WorkerLog(log_dir, worker_index))
+                self._processes.append(start(worker_index, self._logs[-1].file))
         except OSError as error:
             self.stop(timeout_s=0.0)
             raise LaunchError(f"Could not start worker {len(self._processes)} of {num_workers}: {error}.") from error
@@ -49,7 +46,7 @@ class ProcessFleet:
     def exits(self) -> dict[int, str]:
         """Return how each worker that has ended, ended."""
         statuses = enumerate(process.poll() for process in self._processes)
-        return {worker_index: _describe(status) for worker_index, status in statuses if status is not None}
+        return {worker_index: describe_exit(status) for worker_index, status in statuses if status is not None}
 
     def status(self) -> str:
         """Say nothing: a process is up as soon as it is started."""
@@ -57,13 +54,7 @@ class ProcessFleet:
 
     def log_tail(self, worker_index: int) -> str:
         """Return the last lines a worker wrote."""
-        log = self._logs[worker_index]
-        if log.closed:
-            return ""
-        # The file's position is shared with the worker that writes it: read without moving it.
-        size = os.fstat(log.fileno()).st_size
-        data = os.pread(log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
-        return data.decode(errors="replace").strip()
+        return self._logs[worker_index].tail()
 
     def restart(self, worker_index: int) -> None:
         """Start a worker once more; its log goes on in the same file."""
@@ -72,7 +63,7 @@ class ProcessFleet:
             process.kill()
             process.wait()
         try:
-            self._processes[worker_index] = self._start(worker_index, self._logs[worker_index])
+            self._processes[worker_index] = self._start(worker_index, self._logs[worker_index].file)
         except OSError as error:
             raise LaunchError(f"Could not start worker {worker_index} again: {error}.") from error
 
@@ -80,28 +71,21 @@ class ProcessFleet:
         """Wait this long for the workers to end by themselves, then terminate, then kill them."""
         deadline = time.monotonic() + timeout_s
         for process in self._processes:
-            _wait(process, deadline)
+            wait_for(process, deadline)
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
         deadline = time.monotonic() + min(1.0, timeout_s)
         for process in self._processes:
-            if not _wait(process, deadline):
+            if not wait_for(process, deadline):
                 process.kill()
                 process.wait()
         for log in self._logs:
             log.close()
 
 
-def _open_log(log_dir: str | Path | None, worker_index: int) -> BinaryIO:
-    if log_dir is None:
-        return tempfile.TemporaryFile()  # It has no name: nothing to remove, even if the head is killed.
-    directory = Path(log_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    return (directory / f"worker-{worker_index}.log").open("w+b")
-
-
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
+def wait_for(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Wait for a process to end, until this moment of `time.monotonic`; False if it still runs."""
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -109,7 +93,8 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
     return True
 
 
-def _describe(status: int) -> str:
+def describe_exit(status: int) -> str:
+    """Say how a process ended: its exit status, or minus the signal that killed it."""
     if status >= 0:
         return f"exit status {status}"
     try:
