@@ -33,6 +33,8 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "config", "rollout", "head", "launchers", "policy", "adapters",
         "factories", "sample", "plan", "actions", "exchange", "inline", "start", "vector",
     },
+    "cli": {"errors", "config", "launchers", "wire.ticket"},
+    "__main__": {"cli"},
 }  # fmt: skip
 
 FRAMEWORKS = {"torch", "jax", "ray", "kubernetes", "matplotlib", "stable_baselines3", "envpool", "tensorflow"}

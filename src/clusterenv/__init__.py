@@ -6,6 +6,7 @@ from clusterenv.errors import ClusterEnvError
 from clusterenv.factories import NativeVector
 from clusterenv.head.crew import Loss
 from clusterenv.head.stream import Stream
+from clusterenv.launchers.by_hand import ByHandLauncher
 from clusterenv.launchers.local import LocalLauncher
 from clusterenv.launchers.slurm import SlurmLauncher
 from clusterenv.launchers.ssh import SSHLauncher
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaptiveSync",
     "BasePolicy",
+    "ByHandLauncher",
     "ClusterEnv",
     "ClusterEnvError",
     "Decision",

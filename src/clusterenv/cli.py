@@ -1,0 +1,148 @@
+"""The command `clusterenv`: start workers by hand, or show what a launcher would run."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from clusterenv.config import thread_variables, usable_cores
+from clusterenv.errors import ClusterEnvError
+from clusterenv.launchers.local import LocalLauncher
+from clusterenv.launchers.options import Recipe, add_options, make_launcher
+from clusterenv.launchers.ssh import SSHLauncher
+from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE
+
+LAUNCHERS: dict[str, tuple[Recipe, str]] = {
+    "local": (LocalLauncher, "workers as child processes on this machine"),
+    "ssh": (SSHLauncher, "workers on machines you can log in to with ssh"),
+}
+_LOOK_S = 1.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    parsed = _make_parser().parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except ClusterEnvError as error:
+        print(f"clusterenv: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="clusterenv", description="Gymnasium environments on many processes and machines."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_worker(commands)
+    _add_launch(commands)
+    return parser
+
+
+def _add_worker(commands: Any) -> None:
+    worker = commands.add_parser(
+        "worker",
+        help="run one worker with a ticket file",
+        description="Run one worker, here, for the head that wrote the ticket file (ClusterEnv with a ByHandLauncher). "
+        "It ends when the head tells it to or is gone.",
+    )
+    worker.add_argument("--ticket", type=Path, required=True, metavar="FILE", help="the head's ticket file, or a copy")
+    worker.add_argument(
+        "--index",
+        type=int,
+        metavar="N",
+        help="which worker this is: 0, 1, ... each once. By default what the scheduler says: $CLUSTERENV_WORKER, "
+        "$SLURM_PROCID, $OMPI_COMM_WORLD_RANK, $PMI_RANK, $PBS_ARRAY_INDEX, $SGE_TASK_ID - 1 or $LSB_JOBINDEX - 1",
+    )
+    worker.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        metavar="N",
+        help="threads for BLAS, OpenMP and torch, unless $OMP_NUM_THREADS and its like are set (default: 1)",
+    )
+    worker.set_defaults(run=_run_worker)
+
+
+def _run_worker(arguments: argparse.Namespace) -> NoReturn:
+    from clusterenv.launchers.by_hand import find_index
+    from clusterenv.launchers.ticket_file import read_ticket
+
+    ticket = read_ticket(arguments.ticket)
+    worker_index = find_index(os.environ) if arguments.index is None else arguments.index
+    environment = {
+        **thread_variables(arguments.threads),
+        **os.environ,
+        TICKET_VARIABLE: ticket.encode(),
+        WORKER_VARIABLE: str(worker_index),
+    }
+    # Once more from the start: the libraries that are loaded by now have already chosen their number of threads.
+    os.execve(sys.executable, [sys.executable, "-m", "clusterenv.worker"], environment)
+
+
+def _add_launch(commands: Any) -> None:
+    launch = commands.add_parser(
+        "launch",
+        help="show what a launcher would run, or run it for a ticket file",
+        description="Show what a launcher would run, or start workers for a head that waits elsewhere with a "
+        "ByHandLauncher. A head that starts its own workers needs no command: ClusterEnv(launcher=...).",
+    )
+    kinds = launch.add_subparsers(required=True, metavar="LAUNCHER")
+    for name, (recipe, text) in LAUNCHERS.items():
+        kind = kinds.add_parser(name, help=text, description=f"Start {text}.")
+        add_options(kind, recipe)
+        _add_num_workers(kind)
+        choice = kind.add_mutually_exclusive_group(required=True)
+        choice.add_argument("--dry-run", action="store_true", help="show the commands, and run nothing")
+        choice.add_argument(
+            "--ticket", type=Path, metavar="FILE", help="start workers for the head that wrote this, until they end"
+        )
+        kind.set_defaults(run=_run_launch, launcher=name)
+
+
+def _run_launch(arguments: argparse.Namespace) -> int:
+    from clusterenv.launchers.ticket_file import read_ticket
+
+    launcher = make_launcher(LAUNCHERS[arguments.launcher][0], arguments)
+    num_workers = _count_workers(arguments, launcher)
+    if arguments.dry_run:
+        print(launcher.render(num_workers))
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    fleet = launcher.launch(read_ticket(arguments.ticket), num_workers)
+    said = None
+    try:
+        while len(exits := fleet.exits()) < num_workers:
+            status = fleet.status()
+            if status != said:
+                print(status or f"{num_workers} workers started", flush=True)
+                said = status
+            time.sleep(_LOOK_S)
+        for worker_index, how in sorted(exits.items()):
+            print(f"worker {worker_index} ended: {how}\n{fleet.log_tail(worker_index)}".rstrip())
+        return 0 if all(how.startswith("exit status 0") for how in exits.values()) else 1
+    finally:
+        fleet.stop(timeout_s=5.0)
+
+
+def _add_num_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--num-workers",
+        type=int,
+        metavar="N",
+        help="how many workers (default: as many as the launcher is for, or one per core of this machine)",
+    )
+
+
+def _count_workers(arguments: argparse.Namespace, launcher: Any) -> int:
+    return int(arguments.num_workers or launcher.num_workers or usable_cores())
