@@ -33,7 +33,8 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "config", "rollout", "head", "launchers", "policy", "adapters",
         "factories", "sample", "plan", "actions", "exchange", "inline", "start", "vector",
     },
-    "cli": {"errors", "config", "launchers", "wire.ticket"},
+    "doctor": {"errors", "config", "launchers", "wire", "env"},
+    "cli": {"errors", "config", "launchers", "wire.ticket", "doctor"},
     "__main__": {"cli"},
 }  # fmt: skip
 

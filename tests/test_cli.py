@@ -1,4 +1,4 @@
-"""The command `clusterenv`."""
+"""The command `clusterenv`, apart from its doctor."""
 
 from __future__ import annotations
 
@@ -108,5 +108,5 @@ def test_a_mistake_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str
 def test_the_module_is_the_command() -> None:
     command = [sys.executable, "-m", "clusterenv", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    for name in ("worker", "launch"):
+    for name in ("worker", "launch", "doctor"):
         assert name in done.stdout

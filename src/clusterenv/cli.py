@@ -1,4 +1,4 @@
-"""The command `clusterenv`: start workers by hand, or show what a launcher would run."""
+"""The command `clusterenv`: start workers by hand, show what a launcher would run, check a cluster before queueing."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_worker(commands)
     _add_launch(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -133,6 +134,53 @@ def _run_launch(arguments: argparse.Namespace) -> int:
         return 0 if all(how.startswith("exit status 0") for how in exits.values()) else 1
     finally:
         fleet.stop(timeout_s=5.0)
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check that workers can start, reach this machine and run your environment",
+        description="Start workers as a training script on this machine would, and check all that a run needs: whether "
+        "they start, reach this machine, have the same versions, can make your environment and share the cores well; "
+        "then measure how fast messages travel. Ends with status 0 if all is well and with 1 if not; "
+        "what is not comes with the next step to take.",
+    )
+    doctor.set_defaults(run=lambda _: main(["doctor", "local"]))
+    kinds = doctor.add_subparsers(metavar="LAUNCHER")
+    for name, (recipe, text) in LAUNCHERS.items():
+        kind = kinds.add_parser(name, help=text, description=f"Check {text}.")
+        add_options(kind, recipe)
+        _add_num_workers(kind)
+        kind.add_argument(
+            "--env", metavar="ID", help="an environment that must work there: CartPole-v1, or my_module:MyEnv-v0"
+        )
+        kind.add_argument("--listen", metavar="ADDRESS", help="as ClusterEnv(listen=...)")
+        kind.add_argument("--advertise", metavar="ADDRESS", help="as ClusterEnv(advertise=...)")
+        kind.add_argument(
+            "--timeout",
+            type=float,
+            default=120.0,
+            metavar="SECONDS",
+            help="how long workers may take to join, time in a queue included (default: 120)",
+        )
+        kind.set_defaults(run=_run_doctor, launcher=name)
+
+
+def _run_doctor(arguments: argparse.Namespace) -> int:
+    from clusterenv.doctor.examination import examine
+
+    launcher = make_launcher(LAUNCHERS[arguments.launcher][0], arguments)
+    is_well = True
+    for finding in examine(
+        launcher,
+        _count_workers(arguments, launcher),
+        env_id=arguments.env,
+        addresses=(arguments.listen, arguments.advertise),
+        join_s=arguments.timeout,
+    ):
+        print(finding, flush=True)
+        is_well = is_well and finding.is_ok
+    return 0 if is_well else 1
 
 
 def _add_num_workers(parser: argparse.ArgumentParser) -> None:

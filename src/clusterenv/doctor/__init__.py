@@ -1,0 +1,1 @@
+"""Checks, before anything is queued, that workers can start, reach the head and run an environment."""
