@@ -94,6 +94,14 @@ def test_a_dry_run_over_ssh_counts_the_workers_by_the_hosts(capsys: pytest.Captu
     assert [line.split(" -- ")[1][0] for line in out.splitlines() if line.startswith("ssh -p2222")] == ["a", "a", "b"]
 
 
+def test_a_dry_run_shows_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--nodes", "2", "--workers-per-node", "3", "--partition", "cpu", "--options", "job-name=walkers"]
+    assert main(["launch", "slurm", "--dry-run", *options, "--submit"]) == 0
+    out = capsys.readouterr().out
+    for part in ("sbatch", "--nodes=2", "--ntasks=6", "--partition=cpu", "--job-name=walkers", "clusterenv.worker"):
+        assert part in out
+
+
 def test_a_launch_needs_to_know_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["launch", "local"])

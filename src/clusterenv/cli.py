@@ -16,11 +16,13 @@ from clusterenv.config import thread_variables, usable_cores
 from clusterenv.errors import ClusterEnvError
 from clusterenv.launchers.local import LocalLauncher
 from clusterenv.launchers.options import Recipe, add_options, make_launcher
+from clusterenv.launchers.slurm import SlurmLauncher
 from clusterenv.launchers.ssh import SSHLauncher
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE
 
 LAUNCHERS: dict[str, tuple[Recipe, str]] = {
     "local": (LocalLauncher, "workers as child processes on this machine"),
+    "slurm": (SlurmLauncher, "workers by Slurm, in a job of their own or in the one this runs in"),
     "ssh": (SSHLauncher, "workers on machines you can log in to with ssh"),
 }
 _LOOK_S = 1.0
