@@ -120,7 +120,10 @@ def test_the_issues_example_runs_on_all_nodes(login: SlurmCluster) -> None:
         assert login.run("squeue", "--noheader", "--format=%P %l %D %j") == "cpu 2:00:00 2 clusterenv"
 
 
-@pytest.mark.parametrize("block", blocks_of(ROOT / "docs" / "slurm.md"), ids=("run", "render"))
+BLOCKS = [*blocks_of(ROOT / "docs" / "slurm.md"), *(b for b in blocks_of(ROOT / "README.md") if "SlurmLauncher" in b)]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=("run", "render", "readme"))
 def test_the_blocks_of_the_manual_run(login: SlurmCluster, block: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
