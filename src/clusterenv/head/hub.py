@@ -55,7 +55,7 @@ class Hub:
         self._fleet = fleet
         self._roster = Roster(shards)
         self._door = Door(socket, fleet, self._roster)
-        self._vigil = Vigil(socket, fleet, timeouts.silence_s)
+        self._vigil = Vigil(socket, fleet, self._roster.members, timeouts.silence_s)
         self.members = self._roster.members
         self._timeouts = timeouts
         self._replies: list[Reply | Lost | None] = [None] * len(shards)

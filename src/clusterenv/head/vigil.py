@@ -17,8 +17,9 @@ _LAST_WORDS_S = 1.0  # How long the launcher gets to say how a worker ended whos
 class Vigil:
     """Watches over the workers of one run."""
 
-    def __init__(self, socket: HeadSocket, fleet: Fleet, silence_s: float) -> None:
+    def __init__(self, socket: HeadSocket, fleet: Fleet, everyone: Sequence[Member], silence_s: float) -> None:
         self._socket = socket
+        self._everyone = everyone
         self._fleet = fleet
         self._silence_s = silence_s
         self._suspicious_until = 0.0
@@ -31,7 +32,7 @@ class Vigil:
     def look(self, members: Sequence[Member], now: float) -> list[tuple[Member, str]]:
         """Return those of these workers that are lost, and why."""
         exits = self._fleet.exits()
-        self._find_cut_off(members, now)
+        self._find_cut_off(now)
         lost = []
         for member in members:
             since = self._cut_since.get(member.index, now)
@@ -45,14 +46,16 @@ class Vigil:
         """Note that a worker was given up: whoever comes in its place starts with a clean sheet."""
         self._cut_since.pop(member.index, None)
 
-    def _find_cut_off(self, members: Sequence[Member], now: float) -> None:
+    def _find_cut_off(self, now: float) -> None:
         """Find out whose connection has ended: ZeroMQ says that one has, and then refuses to send to it."""
         if self._socket.count_hangups():
             self.suspect(now)
         if now > self._suspicious_until:
             return
-        for member in members:
+        # Also those that nobody waits for just now: the event is not repeated when somebody does.
+        for member in self._everyone:
             if member.peer is None or member.index in self._cut_since:
                 continue
-            if not self._socket.send(member.peer, [messages.encode(Ping())]):
+            # A worker that shares memory does not read its socket for hours: one more ping must not wait for that.
+            if not self._socket.send(member.peer, [messages.encode(Ping())], waits=False):
                 self._cut_since[member.index] = now

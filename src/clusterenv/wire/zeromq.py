@@ -83,17 +83,23 @@ class HeadSocket:
             secret_key=worker_secret.decode(),
         )
 
-    def send(self, peer: bytes, frames: Sequence[Any]) -> bool:
+    def send(self, peer: bytes, frames: Sequence[Any], *, waits: bool = True) -> bool:
         """Send to a worker; False if it is gone.
 
         Arrays are not copied: they must not change until the worker has answered.
+
+        Args:
+            peer: The worker.
+            frames: The message.
+            waits: Whether to wait if the worker has not read the last thousand messages, rather than drop this one.
         """
         try:
-            self._socket.send_multipart([peer, *frames], copy=False)
+            self._socket.send_multipart([peer, *frames], 0 if waits else zmq.DONTWAIT, copy=False)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 return False
-            raise
+            if error.errno != zmq.EAGAIN or waits:
+                raise
         return True
 
     def receive(self, timeout_s: float) -> tuple[bytes, Frames] | None:
