@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from clusterenv.errors import LaunchError, WireError, WorkerLost
+from clusterenv.errors import CallTimeout, LaunchError, WireError, WorkerLost
 from clusterenv.head.hub import Hub
 from clusterenv.head.outcome import Lost
 from clusterenv.head.roster import Member
@@ -85,6 +85,7 @@ class Crew:
         self._records = [_Record() for _ in hub.members]
         self._entropy: int | None = None
         self._redo: tuple[Make, Arrays] | None = None
+        self._given: dict[int, tuple[Member, Reply]] = {}
         if memory is not None:
             hub.desks.bell = Bell(memory.memory, initialise=True)
 
@@ -129,11 +130,13 @@ class Crew:
     def start(self, make: Make, arrays: Arrays = lambda member: ()) -> None:
         """Start a call that a new worker can be asked to do again in place of one that was lost."""
         self._redo = make, arrays
+        self._given = {}
         self._hub.start(make, arrays=arrays)
 
     def start_once(self, start: Callable[[], None]) -> None:
         """Start a call that cannot be repeated."""
         self._redo = None
+        self._given = {}
         start()
 
     def answers(self, timeout_s: float | None = None) -> tuple[list[tuple[Member, Reply]], list[Member]]:
@@ -143,25 +146,24 @@ class Crew:
             The answers in order of environments; and the replaced workers from which there is none.
 
         Raises:
+            CallTimeout: One has not answered in time; `answers` may be called again.
             WorkerLost: A worker is lost, and is not to be replaced, or was too often.
         """
-        answers: dict[int, tuple[Member, Reply]] = {}
-        pending = self._hub.collect(timeout_s)
-        silent: list[Member] = []
-        while pending:
+        while pending := self._hub.collect(timeout_s):
             lost = [(member, reply) for member, reply in pending if isinstance(reply, Lost)]
-            answers |= {m.index: (m, reply) for m, reply in pending if not isinstance(reply, Lost)}
+            self._given |= {m.index: (m, reply) for m, reply in pending if not isinstance(reply, Lost)}
             if not lost:
                 break
             self.replace(lost)
             members = [member for member, _ in lost]
             if self._redo is None:
-                silent += members
-                break
+                return self._in_order(), members
             make, arrays = self._redo
             self._hub.start(make, members, arrays)
-            pending = self._hub.collect(timeout_s)
-        return [answers[index] for index in sorted(answers)], silent
+        return self._in_order(), []
+
+    def _in_order(self) -> list[tuple[Member, Reply]]:
+        return [self._given[index] for index in sorted(self._given)]
 
     def replace(self, lost: Sequence[tuple[Member, Lost]]) -> None:
         """Put new workers in the place of lost ones; returns when they have what the others have.
@@ -171,16 +173,22 @@ class Crew:
         """
         started = time.monotonic()
         waiting = list(lost)
+        members = [member for member, _ in lost]
         while waiting:
-            members = [member for member, _ in waiting]
             pause_s = max([self.allow(member, loss) for member, loss in waiting])
             try:
                 self._hub.rest(pause_s)
                 self._hub.restart(members)
                 self.assign(members)
                 self.on_new(members)
-            except (LaunchError, WorkerLost) as error:
-                waiting = [(member, Lost(f"its replacement did not last: {error}")) for member in members]
+            except BaseException as error:
+                # Some may be ready and others not. None is left half made: all begin once more, or with the next call.
+                failure = Lost(f"its replacement did not last: {error}")
+                for member in members:
+                    self._hub.give_up(member, failure)
+                if not isinstance(error, LaunchError | WorkerLost | CallTimeout):
+                    raise
+                waiting = [(member, failure) for member in members]
             else:
                 waiting = []
         for member, loss in lost:
@@ -188,6 +196,7 @@ class Crew:
 
     def note_replaced(self, member: Member, loss: Lost, recovery_s: float) -> None:
         """Write down that a new worker has taken over."""
+        self._records[member.index].last_call = self._hub.call
         self.losses.append(
             Loss(
                 worker_index=member.index,
@@ -199,8 +208,13 @@ class Crew:
         )
         log.warning("%s, takes over after %.1f s", member, recovery_s)
 
-    def allow(self, member: Member, loss: Lost) -> float:
+    def allow(self, member: Member, loss: Lost, num_done: int | None = None) -> float:
         """Decide whether to replace a lost worker, and with which seeds; returns how many seconds to wait before.
+
+        Args:
+            member: Who is lost.
+            loss: How.
+            num_done: What it has achieved since it came; None for the number of calls since then.
 
         Raises:
             WorkerLost: This was once too often, or losses are to be raised.
@@ -208,14 +222,17 @@ class Crew:
         if not self._replaces:
             raise lost_error(member, loss)
         record, call = self._records[member.index], self._hub.call
-        record.in_a_row = record.in_a_row + 1 if call - record.last_call <= _NEARBY_CALLS else 1
+        num_done = call - record.last_call if num_done is None else num_done
+        record.in_a_row = record.in_a_row + 1 if num_done <= _NEARBY_CALLS else 1
         record.last_call = call
         if record.in_a_row > _MAX_IN_A_ROW:
             raise lost_error(member, Lost(f"{_MAX_IN_A_ROW} replacements in a row were lost, too. {loss.reason}"))
         log.warning("%s, is lost and will be replaced: %s", member, loss.reason)
         words = [self._entropy or 0, member.index, len(self.losses), record.in_a_row]
         sequence = np.random.SeedSequence(words if self._entropy is not None else None)
-        record.seeds = [int(word) for word in sequence.generate_state(member.stop - member.start)]
+        # Consecutive, as Gymnasium spreads a seed: native vector environments take no list.
+        first = int(sequence.generate_state(1)[0]) % 2**31
+        record.seeds = list(range(first, first + member.stop - member.start))
         return _BACK_OFF_S * (record.in_a_row - 1)
 
 

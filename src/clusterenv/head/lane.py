@@ -66,6 +66,7 @@ class Lane:
         asked: Rollouts it was asked for, in order.
         free: Slots that nothing is on the way to.
         num_ready: Rollouts that came and were not delivered yet.
+        num_made: Rollouts that came since this worker has its place.
         measuring: The number of the request and the version, while the worker compares its policy.
         tasks: What a new worker still needs, in order.
         loss: How the worker before it was lost, until it has taken over; `lost_at` is when.
@@ -77,6 +78,7 @@ class Lane:
     asked: deque[Asked] = field(default_factory=deque)
     free: list[Slot] = field(default_factory=list)
     num_ready: int = 0
+    num_made: int = 0
     measuring: tuple[int, int] | None = None
     tasks: deque[Task] = field(default_factory=deque)
     loss: Lost | None = None
@@ -118,6 +120,7 @@ class Lane:
             raise WireError(f"its summary is a {type(summary).__name__}")
         self.asked.popleft()
         self.num_ready += 1
+        self.num_made += 1
         own = block
         if asked.slot.memory is not None:
             own = block.copy()
@@ -128,6 +131,7 @@ class Lane:
         """Forget what a lost worker was asked for."""
         self.free += [asked.slot for asked in self.asked if asked.slot.memory is not None]
         self.asked.clear()
+        self.num_made = 0
         self.tasks.clear()
         self.measuring = None
         self.loss = self.loss or loss

@@ -44,8 +44,10 @@ class Succession:
             WorkerLost: There shall be none.
         """
         self._hub.give_up(lane.member, loss)
+        # Calls say little here: those of the others go on.
+        pause_s = self._crew.allow(lane.member, loss, num_done=lane.num_made)
         lane.lose(loss, now)
-        lane.restart_at = now + self._crew.allow(lane.member, loss)
+        lane.restart_at = now + pause_s
 
     def go_on(self, lane: Lane, now: float) -> None:
         """Take the next step, if it is time for it: start the worker, let it join, give it what it needs.
