@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError, WireError
+from clusterenv.head.checks import checked_dict, expect
 from clusterenv.head.crew import Arrays, Make
 from clusterenv.head.hub import Hub
 from clusterenv.head.outcome import Collection
-from clusterenv.head.remote_envs import RemoteEnvs, RemotePlan, checked_dict, expect
+from clusterenv.head.remote_envs import RemoteEnvs, RemotePlan
 from clusterenv.head.roster import Member
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sketch import Measurement, Sketch
@@ -49,6 +50,8 @@ class Remote(RemoteEnvs):
         self.block_spec: BlockSpec | None = None
         self._weights: _Weights | None = None
         self._adoption: Callable[..., Adopt] | None = None
+        self._held: dict[int, int] = {}
+        self._is_decision = False
         self._new: dict[int, int] = {}
         super().__init__(hub, plan)
 
@@ -80,6 +83,8 @@ class Remote(RemoteEnvs):
         offer = None if memory is None else memory.offer
         pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
         self._adoption = None
+        self._new = {}  # What was new held the policy before this one.
+        self._is_step = False
         adoption = partial(Adopt, code=code, weights=offer, num_probes=num_probes, arguments=pickled)
         self.crew.start(lambda call, _: adoption(call=call, version=version), arrays=lambda _: [block])
         answers, _ = self.crew.answers()
@@ -108,6 +113,7 @@ class Remote(RemoteEnvs):
             sketch = sketches[member.index]
             return Measure(call, numbers[member.index], sketch.version, sketch.family, values.dumps(sketch.arrays))
 
+        self._is_step = False
         self.crew.start_once(lambda: self.hub.start(ask, members))
         answers, _ = self.crew.answers()
         measured = ((member, expect(Measured, reply)) for member, reply in answers)
@@ -116,10 +122,22 @@ class Remote(RemoteEnvs):
     def decide(self, version: int, pulls: Sequence[bool], arguments: Mapping[str, Any]) -> None:
         """Start a step in which the workers choose the actions."""
         pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
-        make, arrays = self._with_weights(
-            pulls, lambda call, pulled: Decide(call, version if pulled else None, pickled)
+        # Those that are told of truncated episodes instead do not take the weights now.
+        self._new |= {index: self._held[index] for index in self._lost if pulls[index]}
+        self._is_decision = True
+        self._start_step(
+            *self._with_weights(pulls, lambda call, pulled: Decide(call, version if pulled else None, pickled))
         )
-        self.crew.start_once(lambda: self.hub.start(make, arrays=arrays))
+
+    def step(self, actions: Any | None) -> None:
+        """Start a step."""
+        self._is_decision = False
+        super().step(actions)
+
+    def step_shard(self, index: int) -> None:
+        """Start a step of one worker's environments."""
+        self._is_decision = False
+        super().step_shard(index)
 
     def collect(
         self, num_steps: int, number: int, version: int, pulls: Sequence[bool], arguments: Mapping[str, Any]
@@ -139,6 +157,8 @@ class Remote(RemoteEnvs):
         memory, block = self._block_for(num_steps)
         offer = None if memory is None else memory.offer
         pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
+        self._show_new()
+        self._is_step = False
         self.crew.start(
             *self._with_weights(
                 pulls,
@@ -148,6 +168,7 @@ class Remote(RemoteEnvs):
         summaries: list[Mapping[str, Any]] = []
         busy_s: list[float] = []
         answers, _ = self.crew.answers()
+        self._lost.clear()  # A rollout may begin with new episodes: there is nothing to tell.
         for _, reply in answers:
             collected = expect(Collected, reply)
             summaries.append(checked_dict(values.loads(collected.summary)))
@@ -166,7 +187,18 @@ class Remote(RemoteEnvs):
         if adoption is None or weights is None:
             return
         self._ask(lambda call, _: adoption(call=call, version=weights.version), members, lambda _: [weights.block])
+        self._held |= {member.index: weights.version for member in members}
         self._new |= {member.index: weights.version for member in members}
+
+    def _blank_infos(self, member: Member) -> dict[str, Any]:
+        if not self._is_decision:
+            return {}
+        assert self.block_spec is not None, "a policy was adopted"
+        count = member.stop - member.start
+        actions = [np.zeros((count, *leaf.shape), leaf.dtype) for leaf in self.plan.actions.leaves]
+        extras = {spec.name: np.zeros((count, *spec.shape), spec.dtype) for spec in self.block_spec.extras}
+        version = np.full(count, self._held[member.index], np.int64)
+        return {"action": self.plan.actions.nest(actions), **extras, "policy_version": version}
 
     def _with_weights(
         self, pulls: Sequence[bool], make: Callable[[int, bool], Collect | Decide]

@@ -13,10 +13,11 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from clusterenv.errors import WireError
 from clusterenv.head.batch import ShardInfos, merge_infos
+from clusterenv.head.checks import checked_dict, checked_list, expect
 from clusterenv.head.crew import Arrays, Crew, Loss, Make, lost_error
 from clusterenv.head.hub import Hub
+from clusterenv.head.lost_rows import LostRows
 from clusterenv.head.outcome import Lost, Outcome
 from clusterenv.head.roster import Member
 from clusterenv.wire import values
@@ -90,9 +91,11 @@ class RemoteEnvs:
             self.planes = self._make_planes(allocate)
         self.crew = Crew(hub, plan.code, memory, plan.join_s, replaces=plan.replaces)
         self._rows = [self.planes.rows(member.start, member.stop) for member in hub.members]
-        self._last: dict[int, list[NDArray[Any] | None]] = {}
-        self._first_objects: dict[int, list[list[Any]]] = {}
-        self._attributes: dict[str, Sequence[Any]] = {}
+        self._lost: dict[int, LostRows] = {}  # Of workers that were replaced, until the learner is told.
+        self._objects: dict[int, list[list[Any]]] = {}
+        self._attributes: dict[str, Make] = {}
+        self._is_step = False
+        self._note: Callable[[dict[int, list[list[Any]]]], None] = _nothing
         self.crew.on_new = self._set_up
         hub.landing = self._landing
 
@@ -125,10 +128,17 @@ class RemoteEnvs:
         pickled = None if options is None else cloudpickle.dumps(options)
         if mask is None:
             self.crew.seed(seeds[0])
+        self._is_step = False
+        self._note = self._forget_lost if mask is None else partial(self._hide_lost, np.array(mask, np.bool_))
 
         def ask(call: int, m: Member) -> Reset:
             part = None if mask is None else list(mask[m.start : m.stop])
-            return Reset(call, list(seeds[m.start : m.stop]), part, pickled)
+            chosen = list(seeds[m.start : m.stop])
+            if m.index in self._lost:  # Without a seed of the learner's, its environments keep the recorded ones.
+                chosen = [
+                    new if seed is None else seed for seed, new in zip(chosen, self.crew.seeds_of(m), strict=True)
+                ]
+            return Reset(call, chosen, part, pickled)
 
         self.crew.start(ask)
 
@@ -139,24 +149,39 @@ class RemoteEnvs:
             actions: Anything that can be sliced by environment index; None if they are in the planes already.
         """
         hub = self.hub
-        if actions is None and hub.all_share_memory:
-            self.crew.start_once(hub.start_plain_step)
+        self._is_step = True
+        if actions is None and not self._lost:
+            if hub.all_share_memory:
+                self.crew.start_once(hub.start_plain_step)
+            else:
+                self.crew.start_once(
+                    lambda: hub.broadcast(lambda call: Step(call, None), lambda m: self._rows[m.index].actions)
+                )
         elif actions is None:
-            self.crew.start_once(
-                lambda: hub.broadcast(lambda call: Step(call, None), lambda m: self._rows[m.index].actions)
-            )
+            self._start_step(lambda call, _: Step(call, None), lambda m: self._rows[m.index].actions)
         else:
-            self.crew.start_once(lambda: hub.start(lambda call, m: Step(call, pickle.dumps(actions[m.start : m.stop]))))
+            self._start_step(lambda call, m: Step(call, pickle.dumps(actions[m.start : m.stop])))
 
     def invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start calling a method, or reading an attribute, of every environment."""
         arguments = cloudpickle.dumps((args, kwargs))
+        self._is_step, self._note = False, _nothing
         self.crew.start(lambda call, _: Invoke(call, name, arguments))
 
     def set_attr(self, name: str, items: Sequence[Any]) -> None:
         """Start setting an attribute of every environment."""
-        self.crew.start(partial(_set_attribute, name, items))
-        self._attributes[name] = items
+        # Pickled now: what the caller does to the values later is no business of a worker that comes later.
+        pickled = {m.index: cloudpickle.dumps(list(items[m.start : m.stop])) for m in self.hub.members}
+
+        def ask(call: int, m: Member) -> SetAttribute:
+            return SetAttribute(call, name, pickled[m.index])
+
+        def note(_: object) -> None:
+            self._attributes.pop(name, None)  # The newest last, as they were set.
+            self._attributes[name] = ask
+
+        self._is_step, self._note = False, note
+        self.crew.start(ask)
 
     def finish(self, timeout_s: float | None = None) -> Outcome:
         """Wait for the call under way.
@@ -172,13 +197,19 @@ class RemoteEnvs:
         shards: list[ShardInfos] = []
         objects: dict[int, list[list[Any]]] = {}
         results: list[Any] = []
-        if silent:
-            shards += self._truncate(silent, objects)
         for member, reply in answers:
-            if isinstance(reply, Returned):
-                results += checked_list(values.loads(reply.values))
-            else:
+            if not isinstance(reply, Returned):
                 self._read_stepped(member, reply, shards, objects)
+            elif self._is_step:
+                silent.append(member)  # It was lost before the step, and was told that its episodes are over.
+            else:
+                results += checked_list(values.loads(reply.values))
+        if self._is_step:
+            shards += [self._report(member, objects) for member in silent]
+        else:
+            self._note(objects)
+        if objects:
+            self._objects |= objects
         shards.sort(key=lambda shard: shard.start)
         infos = merge_infos(shards, self._num_envs) if shards else {}
         parts = [objects[index] for index in sorted(objects)]
@@ -196,8 +227,12 @@ class RemoteEnvs:
 
     def step_shard(self, index: int) -> None:
         """Start a step of one worker's environments, with the actions in the planes; `finish_some` ends it."""
-        rows = self._rows[index]
-        self.hub.start_one(self.hub.members[index], lambda call: Step(call, None), rows.actions)
+        member, self._is_step = self.hub.members[index], True
+        if index in self._lost:
+            seen = self._lost[index].dump_seen()
+            self.hub.start_one(member, lambda call: Truncate(call, seen), ())
+        else:
+            self.hub.start_one(member, lambda call: Step(call, None), self._rows[index].actions)
 
     def finish_some(self, timeout_s: float | None = None) -> list[tuple[int, Outcome]]:
         """Wait until some worker that was told to step has done so; returns all that have, by worker index.
@@ -213,21 +248,26 @@ class RemoteEnvs:
             objects: dict[int, list[list[Any]]] = {}
             if isinstance(reply, Lost):
                 self.crew.replace([(member, reply)])
-                shards += self._truncate([member], objects)
+            if isinstance(reply, Lost | Returned):
+                shards.append(self._report(member, objects))
             else:
                 self._read_stepped(member, reply, shards, objects)
+            self._objects |= objects
             infos = shards[0].infos if shards else {}
             finished.append((member.index, Outcome(infos, objects.get(member.index, []), [])))
         return finished
 
     def ask_all(self, make: Callable[[int], Request]) -> None:
-        """Ask all workers the same, and wait until they have done it."""
+        """Ask all workers the same before they make rollouts, and wait until they have done it."""
+        self._is_step = False
         self.crew.start(lambda call, _: make(call))
         self.crew.answers()
+        self._show_new()
+        self._lost.clear()
 
     def attribute_requests(self) -> list[Make]:
         """Return what makes a new worker's environments have the attributes that were set."""
-        return [partial(_set_attribute, name, items) for name, items in self._attributes.items()]
+        return list(self._attributes.values())
 
     def rows(self, member: Member) -> Planes:
         """Return a worker's rows of the planes."""
@@ -244,13 +284,14 @@ class RemoteEnvs:
         for make in self.attribute_requests():
             self._ask(make, members)
         for member in members:
-            # What the learner saw last. The reset overwrites it, and a rollout starts from the reset.
-            self._last[member.index] = [
-                None if plane is None else plane.copy() for plane in self._rows[member.index].observations
-            ]
+            if member.index not in self._lost:
+                self._lost[member.index] = LostRows(self._rows[member.index], self._objects.get(member.index))
         for member, reply in self._ask(lambda call, m: Reset(call, list(self.crew.seeds_of(m)), None, None), members):
-            columns = expect(Stepped, reply).columns
-            self._first_objects[member.index] = [] if columns is None else checked_list(values.loads(columns))
+            stepped, lost = expect(Stepped, reply), self._lost[member.index]
+            lost.new_infos = {} if stepped.infos is None else checked_dict(values.loads(stepped.infos))
+            lost.new_objects = [] if stepped.columns is None else checked_list(values.loads(stepped.columns))
+        if self._is_step:
+            self._ask(lambda call, m: Truncate(call, self._lost[m.index].dump_seen()), members)
 
     def _ask(
         self, make: Make, members: Sequence[Member], arrays: Arrays = lambda member: ()
@@ -268,38 +309,58 @@ class RemoteEnvs:
             answers.append((member, reply))
         return answers
 
-    def _truncate(self, members: Sequence[Member], objects: dict[int, list[list[Any]]]) -> list[ShardInfos]:
-        """Report the episodes of lost workers as truncated, by the rules of the autoreset mode.
+    def _start_step(self, make: Make, arrays: Arrays = lambda member: ()) -> None:
+        """Start a step; workers that have replaced others since the last one are told that their episodes are over."""
+        self._is_step = True
+        unreported = {index: lost.dump_seen() for index, lost in self._lost.items()}
+        self.crew.start_once(
+            lambda: self.hub.start(
+                lambda call, m: Truncate(call, unreported[m.index]) if m.index in unreported else make(call, m),
+                arrays=lambda m: () if m.index in unreported else arrays(m),
+            )
+        )
 
-        The learner sees once more the observation it saw last: what the action led to, nobody knows.
+    def _report(self, member: Member, objects: dict[int, list[list[Any]]]) -> ShardInfos:
+        """Report the episodes of a lost worker as truncated, by the rules of the autoreset mode.
+
+        The learner sees once more what it saw last: what the action led to, nobody knows.
         """
-        is_same_step = self.plan.autoreset_mode is AutoresetMode.SAME_STEP
-        if not is_same_step:
-            self._ask(lambda call, m: Truncate(call), members)
-        shards = []
-        for member in members:
-            rows, last = self._rows[member.index], self._last[member.index]
-            rows.rewards[:] = 0.0
-            rows.terminations[:] = False
-            rows.truncations[:] = everyone = np.ones(member.stop - member.start, np.bool_)
-            infos: dict[str, Any] = {"worker_lost": everyone, "_worker_lost": everyone.copy()}
-            if self._first_objects[member.index]:
-                objects[member.index] = self._first_objects[member.index]
-            if is_same_step:
-                infos |= {"final_obs": self._final_observations(last), "_final_obs": everyone.copy()}
-            else:
-                for plane, old in zip(rows.observations, last, strict=True):
-                    if plane is not None:
-                        plane[...] = old
-            shards.append(ShardInfos(member.start, member.stop, infos))
-        return shards
+        rows, lost = self._rows[member.index], self._lost.pop(member.index)
+        everyone = np.ones(member.stop - member.start, np.bool_)
+        rows.rewards[:] = 0.0
+        rows.terminations[:] = False
+        rows.truncations[:] = True
+        infos = self._blank_infos(member) | {"worker_lost": everyone, "_worker_lost": everyone.copy()}
+        if self.plan.autoreset_mode is AutoresetMode.SAME_STEP:
+            lost.show_new()
+            finals = {"final_obs": lost.finals(self.plan.observations), "_final_obs": everyone.copy()}
+            infos, shown = lost.new_infos | infos | finals, lost.new_objects
+        else:
+            lost.show_seen()
+            shown = lost.objects
+        if shown:
+            objects[member.index] = shown
+        return ShardInfos(member.start, member.stop, infos)
 
-    def _final_observations(self, leaves: Sequence[NDArray[Any] | None]) -> NDArray[Any]:
-        count = next(len(leaf) for leaf in leaves if leaf is not None)
-        finals = np.empty(count, dtype=object)
-        for row in range(count):
-            finals[row] = self.plan.observations.nest([None if leaf is None else leaf[row] for leaf in leaves])
-        return finals
+    def _blank_infos(self, member: Member) -> dict[str, Any]:
+        """Return what every step's info has, for rows of which nothing is known."""
+        return {}
+
+    def _show_new(self) -> None:
+        """Put new episodes' first observations into the planes: rollouts begin with them."""
+        for lost in self._lost.values():
+            lost.show_new()
+
+    def _forget_lost(self, objects: dict[int, list[list[Any]]]) -> None:
+        self._lost.clear()
+
+    def _hide_lost(self, mask: NDArray[np.bool_], objects: dict[int, list[list[Any]]]) -> None:
+        """After a reset of some environments, show the others as they were: their loss is told with the next step."""
+        for index, lost in self._lost.items():
+            member = self.hub.members[index]
+            lost.hide_new(mask[member.start : member.stop], objects.get(index, []))
+            if index in objects:
+                objects[index] = lost.objects
 
     def _read_stepped(
         self, member: Member, reply: Reply, shards: list[ShardInfos], objects: dict[int, list[list[Any]]]
@@ -326,26 +387,5 @@ class RemoteEnvs:
         return list(self._rows[member.index].results()) if isinstance(reply, Stepped) else ()
 
 
-def _set_attribute(name: str, items: Sequence[Any], call: int, member: Member) -> SetAttribute:
-    return SetAttribute(call, name, cloudpickle.dumps(list(items[member.start : member.stop])))
-
-
-def expect(kind: type[Any], reply: Reply) -> Any:
-    """Return the reply if it is of this kind, else raise WireError."""
-    if not isinstance(reply, kind):
-        raise WireError(f"A worker answered with {type(reply).__name__} where {kind.__name__} was expected.")
-    return reply
-
-
-def checked_list(value: Any) -> list[Any]:
-    """Return a value that must be a list, else raise WireError."""
-    if not isinstance(value, list):
-        raise WireError(f"A worker sent a {type(value).__name__} where a list was expected.")
-    return value
-
-
-def checked_dict(value: Any) -> dict[str, Any]:
-    """Return a value that must be a dict, else raise WireError."""
-    if not isinstance(value, dict):
-        raise WireError(f"A worker sent a {type(value).__name__} where a dict was expected.")
-    return value
+def _nothing(objects: dict[int, list[list[Any]]]) -> None:
+    pass

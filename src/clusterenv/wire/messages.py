@@ -135,9 +135,10 @@ class Ping(_Message, tag=12, frozen=True):
 
 
 class Truncate(_Message, tag=13, frozen=True):
-    """Head to worker: the shard's episodes count as truncated; go on as the autoreset mode has it after that."""
+    """Head to worker: take all episodes for truncated. They were a lost worker's, in whose place this one is."""
 
     call: int
+    seen: bytes  # values: their last observations as the learner saw them, a list; None for leaves of objects
 
 
 class Stream(_Message, tag=14, frozen=True):

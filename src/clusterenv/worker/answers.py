@@ -95,7 +95,7 @@ class Answers:
                 shard.host.set_attr(request.name, unpickle(request.values))
                 return Returned(call, values.dumps([])), ()
             case Truncate():
-                shard.truncate()
+                shard.truncate(values.loads(request.seen))
                 return Returned(call, values.dumps([])), ()
             case Adopt():
                 return self._adopt(request, weights), ()

@@ -48,7 +48,10 @@ class Host(Protocol):
         """
 
     def truncate(self) -> None:
-        """Take all episodes for finished, as the next step or a reset will find them; not for SAME_STEP."""
+        """Take all episodes for finished, as the next step or a reset will find them; not for SAME_STEP.
+
+        The new episodes begin with the seeds of the last reset of all, as if it had not happened yet.
+        """
 
     def observe_into(self, arrays: Sequence[NDArray[Any] | None]) -> None:
         """From now on write observations into these arrays, one a leaf, instead of the planes'."""
@@ -79,6 +82,8 @@ class EnvHost:
         self._envs: list[Env[Any, Any]] = []
         self._rows = len(factories)
         self._pending = [False] * self._rows
+        self._seeds: Sequence[int | None] = [None] * self._rows  # Of the last reset of all.
+        self._next_seeds: list[int | None] = [None] * self._rows  # Of the next resets by themselves.
         self._skips_finished = False
         self._resting: dict[int, Any] = {}  # Without autoreset: the last observations of finished environments.
         self._columns = Columns(Layout(assignment.observation_space), planes.observations, self._rows)
@@ -102,14 +107,16 @@ class EnvHost:
     def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> Infos:
         """Reset all environments, or those in the mask; rows that are not reset keep their observation."""
         infos: Infos = {}
-        for row, (env, seed) in enumerate(zip(self._envs, seeds, strict=True)):
+        if mask is None:
+            self._seeds = seeds
+        for row, (env, seed) in enumerate(zip(self._envs, self._choose(seeds), strict=True)):
             if mask is not None and not mask[row]:
                 continue
             self.failed_row = row
             # Each environment may change its options: none may see another's changes, or change the caller's.
             observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
             self._columns.put(row, observation)
-            self._pending[row] = False
+            self._pending[row], self._next_seeds[row] = False, None
             self._planes.terminations[row] = self._planes.truncations[row] = False
             if info:
                 add_info(infos, info, row, self._rows)
@@ -124,6 +131,8 @@ class EnvHost:
     def truncate(self) -> None:
         """Take all episodes for finished."""
         layout, planes = Layout(self._assignment.observation_space), self._planes.observations
+        self._planes.truncations[:] = True
+        self._next_seeds[:] = self._seeds
         for row in range(self._rows):
             self._pending[row] = True
             self._resting[row] = layout.nest([None if plane is None else plane[row].copy() for plane in planes])
@@ -166,14 +175,14 @@ class EnvHost:
 
     def _step_next(self, actions: Iterable[Any]) -> Infos:
         put, flat, slices, pending = self._put, self._columns.flat, self._columns.slices, self._pending
-        infos, rewards = Infos(), [0.0] * self._rows
+        infos, rewards, seeds = Infos(), [0.0] * self._rows, self._next_seeds
         terminations, truncations = self._clear_flags()
         row = 0
         try:
             for row, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
                 if pending[row]:
-                    observation, info = env.reset()
-                    pending[row] = False
+                    observation, info = env.reset(seed=seeds[row])
+                    pending[row], seeds[row] = False, None
                 else:
                     observation, rewards[row], terminated, truncated, info = env.step(action)  # type: ignore[call-overload]
                     if terminated:
@@ -250,6 +259,9 @@ class EnvHost:
         self._planes.rewards[:] = rewards
         self._write_waiting()
         return infos
+
+    def _choose(self, seeds: Sequence[int | None]) -> list[int | None]:
+        return [nxt if seed is None else seed for seed, nxt in zip(seeds, self._next_seeds, strict=True)]
 
     def _put_slowly(self, row: int, observation: Any) -> None:
         """Write an observation that is not in the space's own dtype, and do so with all others from now on."""

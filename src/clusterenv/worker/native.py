@@ -35,6 +35,7 @@ class VectorHost:
         self._actions = Layout(assignment.action_space)
         self._objects: list[list[Any]] = []
         self._is_truncated = False
+        self._seeds: Sequence[int | None] = [None] * self._rows
 
     def open(self) -> None:
         """Make the vector environment."""
@@ -48,6 +49,10 @@ class VectorHost:
             if not any(mask):  # Another shard's environments are meant.
                 return {}
             options = {**(options or {}), "reset_mask": np.array(mask, dtype=np.bool_)}
+        if self._is_truncated and all(seed is None for seed in seeds):
+            seeds = self._seeds
+        elif mask is None:
+            self._seeds = seeds
         observations, infos = self._env.reset(seed=self._seed(seeds), options=options)
         self._is_truncated = False
         self._put(observations)
@@ -76,6 +81,7 @@ class VectorHost:
     def truncate(self) -> None:
         """Take all episodes for finished: the environment itself knows nothing of it."""
         self._is_truncated = True
+        self._planes.truncations[:] = True
 
     def observe_into(self, arrays: Sequence[NDArray[Any] | None]) -> None:
         """From now on write observations into these arrays, one a leaf, instead of the planes'."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
@@ -60,8 +61,19 @@ class Shard:
             self._collector.account()
         return infos
 
-    def truncate(self) -> None:
-        """Take all episodes for truncated: those of a lost worker, that this one has replaced."""
+    def truncate(self, seen: Sequence[NDArray[Any] | None]) -> None:
+        """Take all episodes for truncated: those of a lost worker, that this one has replaced.
+
+        The new ones begin by the rules of the autoreset mode; in SAME_STEP mode they have begun already.
+
+        Args:
+            seen: The last observations as the learner saw them, one array a leaf, None for leaves of objects.
+        """
+        if self._assignment.autoreset_mode is AutoresetMode.SAME_STEP:
+            return
+        for plane, leaf in zip(self._planes.observations, seen, strict=True):
+            if plane is not None:
+                plane[...] = leaf
         self.host.truncate()
         if self._collector is not None:
             self._collector.truncate()
