@@ -50,6 +50,7 @@ class ClusterEnv(BackedVectorEnv):
         env_kwargs: dict[str, Any] | None = None,
         sync: SyncRule | None = None,
         on_loss: str = "replace",
+        on_env_error: str = "raise",
         timeouts: Timeouts | None = None,
         listen: str | None = None,
         advertise: str | None = None,
@@ -75,6 +76,8 @@ class ClusterEnv(BackedVectorEnv):
             on_loss: What happens when a worker dies, hangs or vanishes. "replace" starts a new one and makes its
                 environments again: `step` returns their rows truncated, with `info["worker_lost"]`, and `rollout`
                 collects them anew. "raise" raises WorkerLost.
+            on_env_error: What happens when an environment raises. "raise" raises WorkerFailed. "reset" truncates its
+                episode, with `info["env_error"]`, and goes on; see docs/reliability.md.
             timeouts: How long to wait for workers to join, answer and end.
             listen: The head's own address for workers to come in by, "HOST" or "HOST:PORT"; by default the one that
                 routes to the launcher's hosts (this machine's loopback for local workers), and a random port.
@@ -92,6 +95,7 @@ class ClusterEnv(BackedVectorEnv):
             listen=listen,
             advertise=advertise,
             on_loss=on_loss,
+            on_env_error=on_env_error,
             timeouts=timeouts or Timeouts(),
         )
         self.num_envs = factories.num_envs
@@ -109,6 +113,7 @@ class ClusterEnv(BackedVectorEnv):
                 autoreset_mode=self.autoreset_mode,
                 must_equal=observation_mode == "same",
                 num_workers=self.num_workers,
+                on_env_error=on_env_error,
             )
 
         backend: Remote | Inline
@@ -175,13 +180,13 @@ class ClusterEnv(BackedVectorEnv):
     def step_wait(self, timeout: float | None = None) -> Stepped:
         """Wait for the step under way, at most `timeout` seconds."""
         stepped = super().step_wait(timeout)
-        self._conductor.note_step()
+        self._conductor.note_step(stepped[4])
         return stepped
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the reset under way, at most `timeout` seconds."""
         reset = super().reset_wait(timeout)
-        self._conductor.note_reset()
+        self._conductor.note_reset(reset[1])
         return reset
 
     def rollout(self, agent: Any, num_steps: int, **values: Any) -> Rollout:
@@ -287,7 +292,7 @@ class ClusterEnv(BackedVectorEnv):
             received = self._exchange.recv(timeout)
         finally:
             self._pending = None if self._exchange.is_idle else "send"
-        self._conductor.note_step(len(received[1]))
+        self._conductor.note_step(received[4], received[4]["env_id"])
         return received
 
     def publish(self, agent: Any) -> None:

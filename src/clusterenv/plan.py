@@ -19,6 +19,7 @@ class Plan:
     Attributes:
         must_equal: Whether all observation spaces must be equal, or only agree in shape and dtype.
         num_workers: 0 if everything runs in this process.
+        on_env_error: What follows an exception of an environment.
     """
 
     factories: Factories
@@ -26,6 +27,7 @@ class Plan:
     autoreset_mode: AutoresetMode
     must_equal: bool
     num_workers: int = field(default=0)
+    on_env_error: str = "raise"
 
     def assignment(self, start: int, stop: int) -> Assignment:
         """Return the work of whoever hosts environments `[start, stop)`."""
@@ -39,6 +41,7 @@ class Plan:
             start=start,
             num_envs=self.factories.num_envs,
             num_workers=self.num_workers,
+            on_env_error=self.on_env_error,
         )
 
     def _factories(self, start: int, stop: int) -> list[EnvFactory] | VectorFactory:

@@ -20,6 +20,7 @@ from clusterenv.wire.zeromq import HeadSocket
 
 TRANSPORTS = ("auto", "shm", "zmq")
 ON_LOSS = ("replace", "raise")
+ON_ENV_ERROR = ("raise", "reset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class Options:
     listen: str | None = None
     advertise: str | None = None
     on_loss: str = "replace"
+    on_env_error: str = "raise"
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
@@ -39,6 +41,8 @@ class Options:
             raise ConfigError("transport='shm' needs Linux; use 'auto' or 'zmq' here.")
         if self.on_loss not in ON_LOSS:
             raise ConfigError(f"on_loss must be one of {', '.join(ON_LOSS)}, got {self.on_loss!r}.")
+        if self.on_env_error not in ON_ENV_ERROR:
+            raise ConfigError(f"on_env_error must be one of {', '.join(ON_ENV_ERROR)}, got {self.on_env_error!r}.")
 
 
 def count_workers(num_workers: int | None, num_envs: int, launcher: Launcher) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from clusterenv.policy.sync import SyncRule
 from clusterenv.rollout import Rollout
 from clusterenv.wire.block import Block, check_collectable
 from clusterenv.wire.layout import Layout
+
+log = logging.getLogger(__name__)
 
 
 class ActingBackend(PolicyBackend, Protocol):
@@ -78,14 +81,18 @@ class Conductor:
             pulls = self._publisher.prepare(policy, arguments)
             self._backend.decide(self._publisher.version, pulls, arguments)
 
-    def note_step(self, num_envs: int | None = None) -> None:
+    def note_step(self, infos: Mapping[str, Any], env_indices: Sequence[int] | None = None) -> None:
         """Count a step, by whomever its actions were chosen: the newest observations are now the planes'."""
-        self.ledger.env_steps += self._num_envs if num_envs is None else num_envs
+        self.ledger.env_steps += self._num_envs if env_indices is None else len(env_indices)
         self._publisher.forget_probes()
+        if "_env_error" in infos:
+            self._note_errors(infos, env_indices)
 
-    def note_reset(self) -> None:
+    def note_reset(self, infos: Mapping[str, Any]) -> None:
         """Note that environments were reset: the newest observations are now the planes'."""
         self._publisher.forget_probes()
+        if "_env_error" in infos:
+            self._note_errors(infos, None)
 
     def rollout(self, policy: Policy, num_steps: int, arguments: Mapping[str, Any]) -> Rollout:
         """Collect a rollout."""
@@ -102,6 +109,7 @@ class Conductor:
         self._publisher.note_new()
         self._publisher.remember(collection.block)
         self.ledger.note_rollout(num_steps * self._num_envs, collection, seconds)
+        self._note_rollout_errors(collection.summaries, [start for start, _ in self._backend.shards])
         if self._copies:
             collection = replace(collection, block=collection.block.copy())
         provenance = self._publisher.provenance()
@@ -137,6 +145,7 @@ class Conductor:
             versions = np.repeat([made.version for made in group], sizes)
             indices = [made.lane.member.index for made in group]
             self.ledger.note_rollout(block.rewards.size, collection, seconds)
+            self._note_rollout_errors(collection.summaries, [made.lane.member.start for made in group])
             rollout = assemble(
                 collection,
                 list(itertools.pairwise(bounds)),
@@ -154,6 +163,19 @@ class Conductor:
             return rollout
 
         return join
+
+    def _note_errors(self, infos: Mapping[str, Any], env_indices: Sequence[int] | None) -> None:
+        for row in np.flatnonzero(infos["_env_error"]).tolist():
+            self._note_error(row if env_indices is None else env_indices[row], infos["env_error"][row])
+
+    def _note_rollout_errors(self, summaries: Sequence[Mapping[str, Any]], starts: Sequence[int]) -> None:
+        for summary, start in zip(summaries, starts, strict=True):
+            for row, text in summary.get("errors", ()):
+                self._note_error(start + row, text)
+
+    def _note_error(self, env_index: int, text: str) -> None:
+        self.ledger.env_errors += 1
+        log.warning("environment %d raised, its episode was truncated: %s", env_index, text)
 
     @contextlib.contextmanager
     def _distrust_after_failure(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ class Ledger:
         self.env_steps = 0
         self.rollout_steps = 0
         self.rollouts = 0
+        self.env_errors = 0
         self.updates = 0
         self.checks = 0
         self.pulls = 0
@@ -65,6 +66,7 @@ class Ledger:
         return {
             "env_steps": self.env_steps,
             "rollouts": self.rollouts,
+            "env_errors": self.env_errors,
             "rollouts_discarded": self.rollouts_discarded,
             "rollouts_lost": self.rollouts_lost,
             "env_steps_discarded": self.env_steps_discarded,

@@ -26,6 +26,7 @@ class Assignment:
         start: The index of the shard's first environment.
         num_envs: The environments of the whole run, which is what shared planes are sized for.
         num_workers: The workers of the whole run.
+        on_env_error: "raise", or "reset" to go on after an exception of an environment with a new episode.
     """
 
     factories: list[EnvFactory] | VectorFactory
@@ -37,3 +38,4 @@ class Assignment:
     start: int
     num_envs: int
     num_workers: int
+    on_env_error: str = "raise"

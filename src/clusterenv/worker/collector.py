@@ -144,10 +144,12 @@ class Collector:
             on_step: Told after each step how many are made.
 
         Returns:
-            The finished episodes, and the final observations that are not in the block.
+            The finished episodes, the final observations that are not in the block, and the errors of environments
+            that were reset for them: rows and texts.
         """
         num_steps = len(block.rewards)
         finals: list[tuple[int, int, list[Any]]] = []
+        self._errors: list[list[Any]] = []
         for column, plane in zip(block.observations, self._planes.observations, strict=True):
             column[0] = plane
         self._ledger.clear()
@@ -164,7 +166,11 @@ class Collector:
         for column, plane in zip(block.observations, self._planes.observations, strict=True):
             plane[...] = column[num_steps]  # type: ignore[index]  # no leaf of objects gets this far
         self._keep_probes(block, number)
-        return {"episodes": self._ledger.finished(), "finals": _stack_finals(finals, len(self._observations.leaves))}
+        return {
+            "episodes": self._ledger.finished(),
+            "finals": _stack_finals(finals, len(self._observations.leaves)),
+            "errors": self._errors,
+        }
 
     def decide(self, values: Mapping[str, Any]) -> Infos:
         """Choose actions, step once, and return the infos with the decision among them."""
@@ -217,6 +223,9 @@ class Collector:
 
     def _note(self, block: Block, step: int, infos: Infos, finals: list[Any]) -> None:
         planes = self._planes
+        if "env_error" in infos:
+            rows = np.flatnonzero(infos["_env_error"]).tolist()
+            self._errors += [[row, infos["env_error"][row]] for row in rows]
         block.valid[step] = taken = ~self._pending
         block.rewards[step] = planes.rewards
         block.terminations[step] = planes.terminations & taken

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from gymnasium import Env, Space
 from gymnasium.error import ResetNeeded
-from gymnasium.spaces.utils import is_space_dtype_shape_equiv
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 from numpy.typing import NDArray
 
-from clusterenv.errors import ConfigError
 from clusterenv.wire.assignment import Assignment, EnvFactory
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.planes import Planes
 from clusterenv.worker.columns import Columns
 from clusterenv.worker.infos import Infos, add_info
+from clusterenv.worker.making import make_env
+from clusterenv.worker.mishaps import Mishaps
+
+log = logging.getLogger(__name__)
 
 
 class Host(Protocol):
@@ -86,10 +89,19 @@ class EnvHost:
         self._next_seeds: list[int | None] = [None] * self._rows  # Of the next resets by themselves.
         self._skips_finished = False
         self._resting: dict[int, Any] = {}  # Without autoreset: the last observations of finished environments.
-        self._columns = Columns(Layout(assignment.observation_space), planes.observations, self._rows)
+        self._attributes: dict[str, Sequence[Any]] = {}
+        self._layout = Layout(assignment.observation_space)
+        self._targets: Sequence[NDArray[Any] | None] = planes.observations
+        self._shown: Sequence[NDArray[Any] | None] = (
+            self._targets
+        )  # Where the observations lie that the last actions were chosen on.
+        self._columns = Columns(self._layout, planes.observations, self._rows)
         self._actions = _ActionReader(assignment.action_space, planes.actions, self._rows)
         self._waiting: list[Any] = [None] * self._rows
-        self._put = self._waiting.__setitem__ if self._columns.waits else self._columns.put
+        forgives = assignment.on_env_error == "reset"
+        self._mishaps = Mishaps(self._rows, assignment.start, forgives=forgives)
+        self._waits = self._columns.waits and not forgives  # An observation that does not fit must show at its row.
+        self._put = self._waiting.__setitem__ if self._waits else self._columns.put
         self.objects = self._columns.objects
         self._step = {
             AutoresetMode.NEXT_STEP: self._step_next,
@@ -101,7 +113,7 @@ class EnvHost:
         """Make the environments, in the order of their index."""
         for row, factory in enumerate(self._factories):
             self.failed_row = row
-            self._envs.append(_make(factory, self._assignment))
+            self._envs.append(make_env(factory, self._assignment))
         self.failed_row = None
 
     def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> Infos:
@@ -113,9 +125,15 @@ class EnvHost:
             if mask is not None and not mask[row]:
                 continue
             self.failed_row = row
-            # Each environment may change its options: none may see another's changes, or change the caller's.
-            observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
-            self._columns.put(row, observation)
+            try:
+                # Each environment may change its options: none may see another's changes, or change the caller's.
+                observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
+                self._columns.put(row, observation)
+            except BaseException as error:
+                if not self._mishaps.forgive(row, error):
+                    raise
+                observation, info = self._make_again(row, seed=seed, options=options)
+                self._columns.put(row, observation)
             self._pending[row], self._next_seeds[row] = False, None
             self._planes.terminations[row] = self._planes.truncations[row] = False
             if info:
@@ -126,19 +144,21 @@ class EnvHost:
     def step(self, actions: Iterable[Any] | None, *, skips_finished: bool = False) -> Infos:
         """Step every environment once, resetting as the autoreset mode has it."""
         self._skips_finished = skips_finished
+        self._mishaps.step += 1
         return self._step(self._actions.read() if actions is None else actions)
 
     def truncate(self) -> None:
         """Take all episodes for finished."""
-        layout, planes = Layout(self._assignment.observation_space), self._planes.observations
         self._planes.truncations[:] = True
         self._next_seeds[:] = self._seeds
         for row in range(self._rows):
             self._pending[row] = True
-            self._resting[row] = layout.nest([None if plane is None else plane[row].copy() for plane in planes])
+            self._resting[row] = self._last_observation(row)
 
     def observe_into(self, arrays: Sequence[NDArray[Any] | None]) -> None:
         """From now on write observations into these arrays, one a leaf, instead of the planes'."""
+        self._shown = arrays if arrays is self._planes.observations else self._targets
+        self._targets = arrays
         self._columns.retarget(arrays)
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -156,6 +176,7 @@ class EnvHost:
         for row, (env, value) in enumerate(zip(self._envs, values, strict=True)):
             self.failed_row = row
             env.set_wrapper_attr(name, value)
+        self._attributes[name] = values
         self.failed_row = None
 
     def close(self) -> None:
@@ -171,37 +192,48 @@ class EnvHost:
             raise first
 
     # The three loops below are the hot path: everything per environment is done with local names and plain
-    # lists, flags are written only where they are true, and rewards once per step.
+    # lists, flags are written only where they are true, and rewards once per step. After an exception that is
+    # forgiven, the loop over `pairs` goes on with the next environment.
 
     def _step_next(self, actions: Iterable[Any]) -> Infos:
         put, flat, slices, pending = self._put, self._columns.flat, self._columns.slices, self._pending
         infos, rewards, seeds = Infos(), [0.0] * self._rows, self._next_seeds
         terminations, truncations = self._clear_flags()
-        row = 0
-        try:
-            for row, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
-                if pending[row]:
-                    observation, info = env.reset(seed=seeds[row])
+        pairs, row = enumerate(zip(self._envs, actions, strict=True)), 0
+        while True:
+            try:
+                for row, (env, action) in pairs:
+                    if pending[row]:
+                        observation, info = env.reset(seed=seeds[row])
+                        pending[row], seeds[row] = False, None
+                    else:
+                        observation, rewards[row], terminated, truncated, info = env.step(action)  # type: ignore[call-overload]
+                        if terminated:
+                            terminations[row] = pending[row] = True
+                        if truncated:
+                            truncations[row] = pending[row] = True
+                    if flat is None:
+                        put(row, observation)
+                    else:
+                        try:
+                            flat[slices[row]] = observation
+                        except (TypeError, ValueError):
+                            self._put_slowly(row, observation)
+                            flat = None
+                    if info:
+                        add_info(infos, info, row, self._rows)
+                break
+            except BaseException as error:
+                if not self._forgive(row, error):
+                    raise
+                if pending[row] and not (terminations[row] or truncations[row]):
+                    observation, info = self._make_again(row)
                     pending[row], seeds[row] = False, None
                 else:
-                    observation, rewards[row], terminated, truncated, info = env.step(action)  # type: ignore[call-overload]
-                    if terminated:
-                        terminations[row] = pending[row] = True
-                    if truncated:
-                        truncations[row] = pending[row] = True
-                if flat is None:
-                    put(row, observation)
-                else:
-                    try:
-                        flat[slices[row]] = observation
-                    except (TypeError, ValueError):
-                        self._put_slowly(row, observation)
-                        flat = None
-                if info:
-                    add_info(infos, info, row, self._rows)
-        except BaseException:
-            self.failed_row = row
-            raise
+                    observation, info = self._truncate_row(row, rewards)
+                    pending[row] = True
+                put(row, observation)
+                add_info(infos, info, row, self._rows)
         self._planes.rewards[:] = rewards
         self._write_waiting()
         return infos
@@ -210,22 +242,30 @@ class EnvHost:
         put, infos = self._put, Infos()
         rewards: list[Any] = [0.0] * self._rows
         terminations, truncations = self._clear_flags()
-        row = 0
-        try:
-            for row, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
-                observation, rewards[row], terminated, truncated, info = env.step(action)
-                if terminated or truncated:
-                    terminations[row], truncations[row] = terminated, truncated
-                    # A copy: environments may write the next episode into the same buffer.
-                    final = {"final_obs": copy.deepcopy(observation), "final_info": info}
-                    add_info(infos, final, row, self._rows)
-                    observation, info = env.reset()
+        pairs, row = enumerate(zip(self._envs, actions, strict=True)), 0
+        while True:
+            try:
+                for row, (env, action) in pairs:
+                    observation, rewards[row], terminated, truncated, info = env.step(action)
+                    if terminated or truncated:
+                        terminations[row], truncations[row] = terminated, truncated
+                        # A copy: environments may write the next episode into the same buffer.
+                        final = {"final_obs": copy.deepcopy(observation), "final_info": info}
+                        add_info(infos, final, row, self._rows)
+                        observation, info = env.reset()
+                    put(row, observation)
+                    if info:
+                        add_info(infos, info, row, self._rows)
+                break
+            except BaseException as error:
+                if not self._forgive(row, error):
+                    raise
+                if not (terminations[row] or truncations[row]):
+                    observation, info = self._truncate_row(row, rewards)
+                    add_info(infos, {"final_obs": observation, "final_info": info}, row, self._rows)
+                observation, info = self._make_again(row)
                 put(row, observation)
-                if info:
-                    add_info(infos, info, row, self._rows)
-        except BaseException:
-            self.failed_row = row
-            raise
+                add_info(infos, info, row, self._rows)
         self._planes.rewards[:] = rewards
         self._write_waiting()
         return infos
@@ -240,25 +280,73 @@ class EnvHost:
                 "Reset it first: envs.reset(options={'reset_mask': terminated | truncated})."
             )
         terminations, truncations = self._clear_flags()
-        row = 0
-        try:
-            for row, (env, action) in enumerate(zip(self._envs, actions, strict=True)):
-                if pending[row]:
-                    put(row, self._resting[row])
-                    continue
-                observation, rewards[row], terminated, truncated, info = env.step(action)
-                if terminated or truncated:
-                    self._resting[row] = copy.deepcopy(observation)
-                    terminations[row], truncations[row], pending[row] = terminated, truncated, True
+        pairs, row = enumerate(zip(self._envs, actions, strict=True)), 0
+        while True:
+            try:
+                for row, (env, action) in pairs:
+                    if pending[row]:
+                        put(row, self._resting[row])
+                        continue
+                    observation, rewards[row], terminated, truncated, info = env.step(action)
+                    if terminated or truncated:
+                        self._resting[row] = copy.deepcopy(observation)
+                        terminations[row], truncations[row], pending[row] = terminated, truncated, True
+                    put(row, observation)
+                    if info:
+                        add_info(infos, info, row, self._rows)
+                break
+            except BaseException as error:
+                if not self._forgive(row, error):
+                    raise
+                observation, info = self._truncate_row(row, rewards)
+                self._resting[row], pending[row] = observation, True
                 put(row, observation)
-                if info:
-                    add_info(infos, info, row, self._rows)
-        except BaseException:
-            self.failed_row = row
-            raise
+                add_info(infos, info, row, self._rows)
         self._planes.rewards[:] = rewards
         self._write_waiting()
         return infos
+
+    def _forgive(self, row: int, error: BaseException) -> bool:
+        self.failed_row = row
+        return self._mishaps.forgive(row, error)
+
+    def _truncate_row(self, row: int, rewards: list[Any]) -> tuple[Any, Infos]:
+        """Take an episode for truncated where its environment raised; returns the last observation, and an info."""
+        rewards[row] = 0.0
+        self._planes.terminations[row], self._planes.truncations[row] = False, True
+        return self._last_observation(row), {"env_error": self._mishaps.text}
+
+    def _make_again(
+        self, row: int, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, Infos]:
+        """Reset an environment that raised; if it cannot be reset, make another in its place, and reset that."""
+        text = self._mishaps.text
+        while True:
+            try:
+                observation, info = self._envs[row].reset(
+                    seed=self._next_seeds[row] if seed is None else seed,
+                    options=None if options is None else {**options},
+                )
+            except BaseException as error:
+                if not self._forgive(row, error):
+                    raise
+                self._remake(row)
+            else:
+                return observation, {**info, "env_error": text}
+
+    def _remake(self, row: int) -> None:
+        try:
+            self._envs[row].close()
+        except Exception:
+            log.warning("an environment that is made again could not be closed", exc_info=True)
+        self._envs[row] = make_env(self._factories[row], self._assignment)
+        for name, values in self._attributes.items():
+            self._envs[row].set_wrapper_attr(name, values[row])
+
+    def _last_observation(self, row: int) -> Any:
+        """Return a copy of what the last action was chosen on."""
+        objects = iter(self._columns.objects())
+        return self._layout.nest([next(objects)[row] if leaf is None else leaf[row].copy() for leaf in self._shown])
 
     def _choose(self, seeds: Sequence[int | None]) -> list[int | None]:
         return [nxt if seed is None else seed for seed, nxt in zip(seeds, self._next_seeds, strict=True)]
@@ -270,7 +358,7 @@ class EnvHost:
 
     def _write_waiting(self) -> None:
         """Write the observations that were kept back, all at once or, if one does not fit, up to that one."""
-        if self._columns.waits and not self._columns.put_all(self._waiting):
+        if self._waits and not self._columns.put_all(self._waiting):
             for row, observation in enumerate(self._waiting):
                 self.failed_row = row
                 self._columns.put(row, observation)
@@ -282,46 +370,6 @@ class EnvHost:
         terminations[:] = False
         truncations[:] = False
         return terminations, truncations
-
-
-def _make(factory: EnvFactory, assignment: Assignment) -> Env[Any, Any]:
-    env = factory()
-    if isinstance(env, VectorEnv):
-        raise ConfigError(
-            f"The factory made a vector environment ({env}). To run vector environments on workers, wrap a callable "
-            "that takes their size: ClusterEnv(NativeVector(lambda n: make(n)), num_envs=...)."
-        )
-    if not isinstance(env, Env):
-        raise ConfigError(f"The factory must return a gymnasium.Env, got {type(env)}.")
-    check_spaces(env.observation_space, env.action_space, assignment)
-    return env
-
-
-def check_spaces(observation_space: Space[Any], action_space: Space[Any], assignment: Assignment) -> None:
-    """Check that an environment has the spaces the head expects.
-
-    Raises:
-        RuntimeError: It has not; worded as Gymnasium words it.
-    """
-    wanted = assignment.observation_space
-    if assignment.must_equal and observation_space != wanted:
-        raise RuntimeError(
-            "ClusterEnv(..., observation_mode='same') however the sub-environments observation spaces are not "
-            "equivalent. "
-            f"single_observation_space={wanted}, sub-environment observation_space={observation_space}. "
-            "If this is intentional, use `observation_mode='different'` instead."
-        )
-    if not assignment.must_equal and not is_space_dtype_shape_equiv(observation_space, wanted):
-        raise RuntimeError(
-            "ClusterEnv(..., observation_mode='different' or custom space) however the sub-environments observation "
-            f"spaces do not share a common shape and dtype, single_observation_space={wanted}, "
-            f"sub-environment observation_space={observation_space}"
-        )
-    if action_space != assignment.action_space:
-        raise RuntimeError(
-            "Sub-environment action space doesn't make the `single_action_space`, "
-            f"action_space={action_space}, single_action_space={assignment.action_space}"
-        )
 
 
 class _ActionReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,8 +15,12 @@ from clusterenv.errors import ConfigError, SpaceMismatch
 from clusterenv.wire.assignment import Assignment, VectorFactory
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.planes import Planes
-from clusterenv.worker.host import EnvHost, Host, check_spaces
+from clusterenv.worker.host import EnvHost, Host
 from clusterenv.worker.infos import Infos
+from clusterenv.worker.making import check_spaces
+from clusterenv.worker.mishaps import Mishaps
+
+log = logging.getLogger(__name__)
 
 
 class VectorHost:
@@ -36,6 +41,10 @@ class VectorHost:
         self._objects: list[list[Any]] = []
         self._is_truncated = False
         self._seeds: Sequence[int | None] = [None] * self._rows
+        self._attributes: dict[str, Sequence[Any]] = {}
+        self._shown: Sequence[NDArray[Any] | None] = planes.observations
+        # Which of its environments raised, only the vector environment knows: they all begin anew.
+        self._mishaps = Mishaps(1, assignment.start, forgives=assignment.on_env_error == "reset")
 
     def open(self) -> None:
         """Make the vector environment."""
@@ -53,9 +62,16 @@ class VectorHost:
             seeds = self._seeds
         elif mask is None:
             self._seeds = seeds
-        observations, infos = self._env.reset(seed=self._seed(seeds), options=options)
+        while True:
+            try:
+                observations, infos = self._env.reset(seed=self._seed(seeds), options=options)
+                self._put(observations)
+                break
+            except Exception as error:
+                if not self._mishaps.forgive(0, error):
+                    raise
+                self._remake()
         self._is_truncated = False
-        self._put(observations)
         if mask is None:
             self._planes.terminations[:] = self._planes.truncations[:] = False
         else:
@@ -71,8 +87,14 @@ class VectorHost:
             batch = self._actions.nest([plane.copy() for plane in self._planes.actions])
         elif isinstance(actions, list):
             batch = np.asarray(actions)
-        observations, rewards, terminations, truncations, infos = self._env.step(batch)
-        self._put(observations)
+        self._mishaps.step += 1
+        try:
+            observations, rewards, terminations, truncations, infos = self._env.step(batch)
+            self._put(observations)
+        except Exception as error:
+            if not self._mishaps.forgive(0, error):
+                raise
+            return self._truncate_all()
         self._planes.rewards[:] = rewards
         self._planes.terminations[:] = terminations
         self._planes.truncations[:] = truncations
@@ -85,6 +107,7 @@ class VectorHost:
 
     def observe_into(self, arrays: Sequence[NDArray[Any] | None]) -> None:
         """From now on write observations into these arrays, one a leaf, instead of the planes'."""
+        self._shown = arrays if arrays is self._planes.observations else self._targets
         self._targets = arrays
 
     def objects(self) -> list[list[Any]]:
@@ -111,17 +134,46 @@ class VectorHost:
             raise ConfigError(f"{self._env} has one {name!r} for all its environments; give one value, not a list.")
         else:
             setattr(self._env, name, values[0])
+        self._attributes[name] = values
 
     def close(self) -> None:
         """Close the vector environment."""
         if self._env is not None:
             self._env.close()
 
+    def _truncate_all(self) -> Infos:
+        """Take all episodes for truncated after an exception; by the autoreset mode, begin new ones."""
+        objects = iter(self._objects)
+        leaves = [next(objects) if leaf is None else leaf.copy() for leaf in self._shown]
+        text = self._mishaps.text
+        self._seeds = [None] * self._rows
+        infos: Infos = {}
+        if self._assignment.autoreset_mode is AutoresetMode.SAME_STEP:
+            rows = [self._observations.nest([leaf[row] for leaf in leaves]) for row in range(self._rows)]
+            infos = self.reset(self._seeds, None, None)
+            infos |= _with_masks({"final_obs": _as_objects(rows), "final_info": {"env_error": text}}, self._rows)
+        else:
+            self._put(self._observations.nest(leaves))
+            self._is_truncated = True
+        self._planes.rewards[:] = 0.0
+        self._planes.terminations[:] = False
+        self._planes.truncations[:] = True
+        return infos | _with_masks({"env_error": text}, self._rows)
+
+    def _remake(self) -> None:
+        try:
+            self._env.close()
+        except Exception:
+            log.warning("a vector environment that is made again could not be closed", exc_info=True)
+        self.open()
+        for name, values in self._attributes.items():
+            self.set_attr(name, values)
+
     def _begin_again(self) -> Infos:
         if self._assignment.autoreset_mode is AutoresetMode.DISABLED:
             raise ResetNeeded(
-                "The worker of these environments was lost, and their episodes were truncated with "
-                "autoreset_mode=DISABLED. Reset them all first: envs.reset(options={'reset_mask': truncated})."
+                "The episodes of these environments were truncated, since their worker was lost or one of them raised, "
+                "and autoreset_mode is DISABLED. Reset them all first: envs.reset(options={'reset_mask': truncated})."
             )
         infos = self.reset([None] * self._rows, None, None)
         self._planes.rewards[:] = 0.0
