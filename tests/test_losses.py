@@ -460,7 +460,7 @@ class LeavingFleet(ProcessFleet):
 
     def restart(self, worker_index: int) -> None:
         self.left.append(self._processes[worker_index])
-        self._processes[worker_index] = self._start(worker_index, self._logs[worker_index])
+        self._processes[worker_index] = self._start(worker_index, self._logs[worker_index].file)
 
 
 class LeavingLauncher(OwnLauncher):

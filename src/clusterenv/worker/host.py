@@ -92,7 +92,8 @@ class EnvHost:
         self._attributes: dict[str, Sequence[Any]] = {}
         self._layout = Layout(assignment.observation_space)
         self._targets: Sequence[NDArray[Any] | None] = planes.observations
-        self._shown = self._targets  # Where the observations lie that the last actions were chosen on.
+        # Where the observations lie that the last actions were chosen on.
+        self._shown: Sequence[NDArray[Any] | None] = self._targets
         self._columns = Columns(self._layout, planes.observations, self._rows)
         self._actions = _ActionReader(assignment.action_space, planes.actions, self._rows)
         self._waiting: list[Any] = [None] * self._rows
