@@ -1,11 +1,12 @@
 """Workers die, freeze and stumble while a learner works: `python -m benchmarks.chaos`. Does everything stay right?
 
-Two workloads. `numbered` mixes all calls over an environment that numbers its own steps, and checks every transition.
+Three workloads. `numbered` mixes all calls over an environment that numbers its own steps, and checks every transition.
+`stream` does so with streams.
 `ppo` trains CartPole, and must reach a return. The schedule of faults follows from `--seed`. The exit status is 0 only
 if nothing was inconsistent, everything lost was replaced, and neither memory nor descriptors nor processes were left.
 
-To add a kind of fault, see `benchmarks/incidents.py`. To add a workload (a stream, say), write a class like `Numbering`
-and name it in `WORKLOADS`; workers elsewhere (in namespaces, under Slurm) are a launcher in its `make`.
+To add a kind of fault, see `benchmarks/incidents.py`. To add a workload, write a class like `Numbering` and name it in
+`WORKLOADS`; workers elsewhere (in namespaces, under Slurm) are a launcher in its `make`.
 """
 
 from __future__ import annotations
@@ -87,6 +88,17 @@ class Numbering:
         return {"transitions checked": self._checker.num_steps}
 
 
+class Streaming(Numbering):
+    """Streams of rollouts over the same environments, left and taken up again."""
+
+    def advance(self, envs: ClusterEnv) -> int:
+        with envs.stream(choose, 32) as stream:
+            for _, rollout in zip(range(50), stream, strict=False):
+                self._checker.rollout(rollout)
+        self._checker.reset(envs.reset()[0], may_skip=True)  # What was made ahead is thrown away: begin anew.
+        return 64  # One on the way, and one ahead.
+
+
 class Ppo:
     """Trains CartPole."""
 
@@ -133,7 +145,7 @@ class Ppo:
         expect((rollout.ages >= 0).all(), "a version of the future")
 
 
-WORKLOADS: Mapping[str, type[Workload]] = {"numbered": Numbering, "ppo": Ppo}
+WORKLOADS: Mapping[str, type[Workload]] = {"numbered": Numbering, "stream": Streaming, "ppo": Ppo}
 
 
 def choose(observations: Any) -> Any:

@@ -192,14 +192,20 @@ class Checker:
         self._is_early = np.zeros(num_envs, np.bool_)  # New already, by a reset of some, and to be flagged yet.
         self._gone: set[int] = set()
 
-    def reset(self, observations: Any, mask: NDArray[np.bool_] | None = None) -> None:
-        """Follow a reset of all environments, or of those in the mask."""
+    def reset(self, observations: Any, mask: NDArray[np.bool_] | None = None, *, may_skip: bool = False) -> None:
+        """Follow a reset of all environments, or of those in the mask.
+
+        Args:
+            observations: Of all.
+            mask: Whose reset it was; None for all.
+            may_skip: Whether rollouts may have been thrown away before, as when a stream ends.
+        """
         rows = read_rows(observations)
         for index, row in enumerate(rows):
             if mask is not None and not mask[index]:
                 expect(self._rows is not None and (row == self._rows[index]).all(), f"reset changed row {index}: {row}")
                 continue
-            self._check_first(index, row, is_partial=mask is not None)
+            self._check_first(index, row, is_partial=mask is not None, may_skip=may_skip)
             self._is_over[index] = self._is_lost[index] = False
         if mask is None:
             self._is_early[:] = False
@@ -312,7 +318,7 @@ class Checker:
             self._is_over[index] = True
         self.num_steps += 1
 
-    def _check_first(self, index: int, row: Rows, *, is_partial: bool = False) -> None:
+    def _check_first(self, index: int, row: Rows, *, is_partial: bool = False, may_skip: bool = False) -> None:
         """Check the first observation of an episode."""
         expect(row[ENV] == index, f"row {index} shows environment {row[ENV]}")
         expect(row[STEP] == 0 and row[ACTION] == -1, f"row {index}: an episode begins with {row}")
@@ -321,7 +327,8 @@ class Checker:
             return
         before = self._rows[index]
         if row[INSTANCE] == before[INSTANCE]:
-            expect(row[EPISODE] == before[EPISODE] + 1, f"row {index}: {row} begins after {before}")
+            skipped = row[EPISODE] - before[EPISODE] - 1
+            expect(skipped == 0 or (may_skip and skipped > 0), f"row {index}: {row} begins after {before}")
         elif not self._is_lost[index] and int(before[INSTANCE]) not in self._gone:
             if is_partial:
                 self._gone.add(int(before[INSTANCE]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -571,6 +572,48 @@ def test_a_wait_that_timed_out_during_a_replacement_can_be_repeated(remote: Back
         assert envs.call_wait() == ((0, "none"), (1, "none"))
         driver.step(5)
         driver.finish()
+
+
+def test_a_stream_loses_nothing_but_what_a_lost_worker_was_making(remote: Backend) -> None:
+    with ClusterEnv(make_numbered(NUM_ENVS), **remote) as envs:
+        driver = Driver(envs)
+        driver.reset()
+        with envs.stream(choose, 16) as stream:
+            for worker in (0, 1):
+                driver.checker.rollout(next(stream))
+                driver.kill(worker)
+                while len(envs.losses) == worker:
+                    driver.checker.rollout(next(stream))
+            for rollout in itertools.islice(stream, 10):
+                driver.checker.rollout(rollout)
+        assert sorted(lost_workers(envs)) == [0, 1]
+        driver.checker.reset(envs.reset(seed=2)[0], may_skip=True)
+        driver.step(5)
+        driver.finish()
+
+
+def test_a_stream_ends_when_a_worker_is_of_no_use_however_well_the_others_do(remote: Backend) -> None:
+    makers = make_numbered(2, {1: [Fault("kill", "step", after=3)]})
+    with ClusterEnv(makers, **remote) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(WorkerLost, match="3 replacements in a row"):
+            for _ in envs.stream(choose, 8):
+                pass
+
+
+def test_a_loss_is_told_where_actions_are_sent_at_each_workers_own_pace(remote: Backend) -> None:
+    with ClusterEnv(make_numbered(NUM_ENVS), **remote) as envs:
+        envs.reset(seed=1)
+        os.kill(envs.worker_pids[1], signal.SIGKILL)
+        envs.call("method")  # The loss is noticed here.
+        envs.send(np.zeros(NUM_ENVS, np.int64), np.arange(NUM_ENVS))
+        seen: dict[int, bool] = {}
+        while len(seen) < NUM_ENVS:
+            _, _, _, truncated, infos = envs.recv()
+            lost = infos.get("_worker_lost", np.zeros(len(truncated), np.bool_))
+            assert (truncated == lost).all()
+            seen |= dict(zip(infos["env_id"].tolist(), lost.tolist(), strict=True))
+        assert seen == {0: False, 1: False, 2: True, 3: True}
 
 
 def test_an_interrupted_replacement_is_made_up_for_by_the_next_call(remote: Backend, tmp_path: Path) -> None:

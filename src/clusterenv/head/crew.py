@@ -14,13 +14,13 @@ from clusterenv.errors import CallTimeout, LaunchError, WireError, WorkerLost
 from clusterenv.head.hub import Hub
 from clusterenv.head.outcome import Lost
 from clusterenv.head.roster import Member
-from clusterenv.wire.messages import Assign, Ready, Reply, Request
+from clusterenv.wire.messages import Assign, Collected, Ready, Reply, Request
 from clusterenv.wire.shared import Bell, HeadDesk, SharedMemory
 
 log = logging.getLogger(__name__)
 
 _MAX_IN_A_ROW = 3
-_NEARBY_CALLS = 8  # A replacement that is lost within so many calls has achieved nothing.
+_NEARBY_CALLS = 8  # A replacement that is lost within so many calls, none a rollout, has achieved nothing.
 _BACK_OFF_S = 1.0
 
 Make = Callable[[int, Member], Request]
@@ -52,6 +52,7 @@ class _Record:
 
     in_a_row: int = 0
     last_call: int = -(10**9)
+    has_collected: bool = False  # Whether it has made a rollout since it came.
     seeds: list[int] = field(default_factory=list)
 
 
@@ -152,6 +153,9 @@ class Crew:
         while pending := self._hub.collect(timeout_s):
             lost = [(member, reply) for member, reply in pending if isinstance(reply, Lost)]
             self._given |= {m.index: (m, reply) for m, reply in pending if not isinstance(reply, Lost)}
+            for member, reply in pending:
+                if isinstance(reply, Collected):
+                    self._records[member.index].has_collected = True
             if not lost:
                 break
             self.replace(lost)
@@ -208,13 +212,13 @@ class Crew:
         )
         log.warning("%s, takes over after %.1f s", member, recovery_s)
 
-    def allow(self, member: Member, loss: Lost, num_done: int | None = None) -> float:
+    def allow(self, member: Member, loss: Lost, *, has_achieved: bool | None = None) -> float:
         """Decide whether to replace a lost worker, and with which seeds; returns how many seconds to wait before.
 
         Args:
             member: Who is lost.
             loss: How.
-            num_done: What it has achieved since it came; None for the number of calls since then.
+            has_achieved: Whether it was of any use since it came; None to decide that by the calls since then.
 
         Raises:
             WorkerLost: This was once too often, or losses are to be raised.
@@ -222,8 +226,10 @@ class Crew:
         if not self._replaces:
             raise lost_error(member, loss)
         record, call = self._records[member.index], self._hub.call
-        num_done = call - record.last_call if num_done is None else num_done
-        record.in_a_row = record.in_a_row + 1 if num_done <= _NEARBY_CALLS else 1
+        if has_achieved is None:
+            has_achieved = record.has_collected or call - record.last_call > _NEARBY_CALLS
+        record.in_a_row = 1 if has_achieved else record.in_a_row + 1
+        record.has_collected = False
         record.last_call = call
         if record.in_a_row > _MAX_IN_A_ROW:
             raise lost_error(member, Lost(f"{_MAX_IN_A_ROW} replacements in a row were lost, too. {loss.reason}"))

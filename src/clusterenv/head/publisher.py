@@ -231,7 +231,12 @@ class Publisher:
             self.note_new()
         pulls = [False] * len(self._shards)
         for index in behind:
-            pulls[index] = self.judge(index, self.version, measured[index].mean if index in measured else None)
+            if index in sketches and index not in measured:  # A new worker: it pulls because it is new.
+                pulls[index] = self._own[index] < self.version
+                if pulls[index]:
+                    self._pull(index, Reason.FIRST)
+            else:
+                pulls[index] = self.judge(index, self.version, measured[index].mean if index in measured else None)
         if any(pulls):
             self._backend.load(self._spec, policy.weights(), self.version)
         return pulls

@@ -45,7 +45,7 @@ class Succession:
         """
         self._hub.give_up(lane.member, loss)
         # Calls say little here: those of the others go on.
-        pause_s = self._crew.allow(lane.member, loss, num_done=lane.num_made)
+        pause_s = self._crew.allow(lane.member, loss, has_achieved=lane.num_made > 0)
         lane.lose(loss, now)
         lane.restart_at = now + pause_s
 
