@@ -25,6 +25,10 @@ Evaluate: TypeAlias = Callable[[Any], NDArray[np.float32]]
 class PpoConfig:
     """The usual settings of PPO.
 
+    They are those of CleanRL's `ppo.py`, the size of a minibatch (128 there) included, without its annealing and its
+    clipped value loss. With rollouts as large as here, keeping its number of minibatches instead would leave a learner
+    that takes a sixteenth of the steps.
+
     Args:
         decoupled: Whether to clip against the learner's recent policy rather than the one that made the data.
         weight_cap: The largest recent/behaviour weight a transition may have, so that a few improbable actions of a
@@ -32,9 +36,9 @@ class PpoConfig:
     """
 
     decoupled: bool
-    learning_rate: float = 1e-3  # Few updates, each on thousands of steps: smaller ones do not finish learning.
+    learning_rate: float = 2.5e-4
     epochs: int = 4
-    minibatch_size: int = 500
+    minibatch_size: int = 125
     discount: float = 0.99
     trace: float = 0.95
     clip: float = 0.2

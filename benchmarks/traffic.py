@@ -54,7 +54,7 @@ CASES = (
         make_agent=lambda: MlpAgent(4, 2),
         num_envs=32,
         num_steps=125,
-        config=PpoConfig(decoupled=True),
+        config=PpoConfig(decoupled=True, learning_rate=1e-3, minibatch_size=500),
         at_most=0.05,
     ),
     Case(
@@ -63,7 +63,7 @@ CASES = (
         make_agent=lambda: CnnAgent(6),
         num_envs=8,
         num_steps=16,
-        config=PpoConfig(decoupled=True, epochs=1, minibatch_size=64),
+        config=PpoConfig(decoupled=True, learning_rate=1e-3, epochs=1, minibatch_size=64),
         at_most=0.001,
     ),
 )

@@ -1,11 +1,11 @@
 """One training run of the learning benchmark, in its own process: `python -m benchmarks.training`.
 
-CartPole-v1 on four workers of 16 environments, 125 steps a rollout: 8000 environment steps an update, as in the tables
-of the design.
+Four workers of 16 environments, 125 steps a rollout: 8000 environment steps an update.
 """
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +23,7 @@ NUM_WORKERS = 4
 NUM_ENVS = 64
 NUM_STEPS = 125
 THRESHOLD = 0.05
+TASKS = ("CartPole-v1", "Acrobot-v1", "LunarLander-v3")  # Vector observations, discrete actions.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +56,13 @@ RULES: Mapping[str, Rule] = {
         decoupled=True,
         make=lambda _: AdaptiveSync(threshold=THRESHOLD),
     ),
+    "periodic": Rule(label="PeriodicSync, decoupled PPO", decoupled=True, make=make_periodic, needs_period=True),
+    "periodic-fewer": Rule(label="PeriodicSync, decoupled PPO", decoupled=True, make=make_periodic, needs_period=True),
     "adaptive-bare": Rule(
         label=f"AdaptiveSync({THRESHOLD}, plateau=None), decoupled PPO",
         decoupled=True,
         make=lambda _: AdaptiveSync(threshold=THRESHOLD, plateau=None),
     ),
-    "periodic": Rule(label="PeriodicSync, decoupled PPO", decoupled=True, make=make_periodic, needs_period=True),
     "adaptive-plain": Rule(
         label=f"AdaptiveSync({THRESHOLD}), plain PPO",
         decoupled=False,
@@ -78,30 +80,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train once and write what happened as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n\n")[0])
     parser.add_argument("rule", choices=list(RULES))
+    parser.add_argument("--task", choices=TASKS, default=TASKS[0])
     parser.add_argument("--seed", type=int, required=True, help="of the agent, the environments and the learner")
     parser.add_argument("--steps", type=int, required=True, help="environment steps, rounded up to whole rollouts")
     parser.add_argument("--period", type=int, help="versions between two pulls, for the periodic rule")
     parser.add_argument("--learning-rate", type=float, default=PpoConfig.learning_rate)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     arguments = parser.parse_args(argv)
-    result = train(arguments.rule, arguments.seed, arguments.steps, arguments.period, arguments.learning_rate)
+    result = train(
+        arguments.rule, arguments.task, arguments.seed, arguments.steps, arguments.period, arguments.learning_rate
+    )
     arguments.out.write_text(json.dumps(result))
 
 
-def train(name: str, seed: int, steps: int, period: int | None, learning_rate: float) -> dict[str, Any]:
+def train(name: str, task: str, seed: int, steps: int, period: int | None, learning_rate: float) -> dict[str, Any]:
     """Train an agent; returns the run's numbers, and under "curve" those of every update."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     rule = RULES[name]
-    agent = MlpAgent(4, 2)
-    learner = Learner(agent, PpoConfig(decoupled=rule.decoupled, learning_rate=learning_rate), seed)
     num_updates = count_updates(steps)
     curve: list[dict[str, Any]] = []
     late_returns: list[float] = []
     began = time.perf_counter()
     # Environment i gets the seed `first + i`: runs must not share environments.
     first_seed = 1000 * seed
-    with ClusterEnv("CartPole-v1", num_envs=NUM_ENVS, num_workers=NUM_WORKERS, sync=rule.make(period)) as envs:
+    with ClusterEnv(task, num_envs=NUM_ENVS, num_workers=NUM_WORKERS, sync=rule.make(period)) as envs:
+        agent = MlpAgent(math.prod(envs.single_observation_space.shape), int(envs.single_action_space.n))
+        learner = Learner(agent, PpoConfig(decoupled=rule.decoupled, learning_rate=learning_rate), seed)
         envs.reset(seed=first_seed)
         for update in range(num_updates):
             rollout = envs.rollout(agent, NUM_STEPS)
@@ -148,11 +153,11 @@ def describe_update(rollout: Rollout, update: int, stats: Mapping[str, Any]) -> 
     }
 
 
-def describe_settings(learning_rate: float) -> str:
+def describe_settings(task: str, learning_rate: float) -> str:
     """Put into one line what two runs must have in common to be compared."""
     config = asdict(PpoConfig(decoupled=True, learning_rate=learning_rate))
     del config["decoupled"]
-    world = {"workers": NUM_WORKERS, "envs": NUM_ENVS, "num_steps": NUM_STEPS}
+    world = {"task": task, "workers": NUM_WORKERS, "envs": NUM_ENVS, "num_steps": NUM_STEPS}
     return " ".join(f"{key}={value}" for key, value in {**world, **config}.items())
 
 

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clusterenv.errors import ConfigError
-from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync, Reason, SyncRule, Verdict
+from clusterenv.policy.sync import (
+    AdaptiveSync,
+    EveryUpdate,
+    NeverSync,
+    PeriodicSync,
+    Reason,
+    SyncRule,
+    Tracker,
+    Verdict,
+)
 
 RULES: list[SyncRule] = [AdaptiveSync(), EveryUpdate(), PeriodicSync(3), NeverSync()]
 every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -122,6 +131,48 @@ def test_the_first_version_after_a_pull_is_never_a_plateau() -> None:
     tracker = AdaptiveSync(plateau=0.9).start()
     for own, newest in [(1, 2), (2, 3), (3, 4), (7, 9)]:
         assert tracker.judge(own, newest, 0.02).reason is Reason.BELOW
+
+
+def cross(rule: SyncRule, times: int) -> tuple[Tracker, int]:
+    """Let a worker pull over the threshold at every version, so many times; returns its tracker and version."""
+    tracker = rule.start()
+    for own in range(1, times + 1):
+        assert tracker.judge(own, own + 1, 0.06).reason is Reason.DIVERGED
+    return tracker, times + 1
+
+
+def pause(tracker: Tracker, own: int, versions: int) -> list[Reason]:
+    """Let the divergence rise once after a pull, and then stand still."""
+    return [tracker.judge(own, own + lag, 0.02).reason for lag in range(1, versions + 2)]
+
+
+@pytest.mark.parametrize(("crossings", "patience"), [(0, 1), (1, 1), (2, 2), (5, 5)])
+def test_a_learner_that_crossed_the_threshold_often_may_pause_as_often(crossings: int, patience: int) -> None:
+    tracker, own = cross(AdaptiveSync(), crossings)
+    assert pause(tracker, own, patience) == [Reason.BELOW] * patience + [Reason.PLATEAU]
+
+
+def test_growth_between_two_pauses_begins_the_count_anew() -> None:
+    tracker, own = cross(AdaptiveSync(), 2)
+    for lag, divergence in enumerate([0.01, 0.01, 0.03, 0.03], start=1):
+        assert tracker.judge(own, own + lag, divergence).reason is Reason.BELOW
+    assert tracker.judge(own, own + 5, 0.03).reason is Reason.PLATEAU
+
+
+@pytest.mark.parametrize("reason", [Reason.PLATEAU, Reason.LAG])
+def test_a_pull_below_the_threshold_ends_the_patience(reason: Reason) -> None:
+    tracker, own = cross(AdaptiveSync(max_lag=4), 3)
+    divergences = [0.02] * 4 if reason is Reason.PLATEAU else [0.001 * lag for lag in range(1, 5)]
+    verdicts = [tracker.judge(own, own + lag, divergence) for lag, divergence in enumerate(divergences, start=1)]
+    assert verdicts[-1].reason is reason
+    assert pause(tracker, own + 4, 1) == [Reason.BELOW, Reason.PLATEAU]
+
+
+def test_a_pull_over_the_threshold_that_is_asked_for_twice_counts_once() -> None:
+    tracker = AdaptiveSync().start()
+    for newest in (2, 3, 4):
+        assert tracker.judge(1, newest, 0.06).reason is Reason.DIVERGED
+    assert pause(tracker, 4, 1) == [Reason.BELOW, Reason.PLATEAU]
 
 
 def test_growth_is_counted_per_version_when_versions_are_skipped() -> None:

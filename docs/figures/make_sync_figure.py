@@ -42,7 +42,9 @@ def train(rule: SyncRule, *, is_decoupled: bool) -> Run:
     """Train one agent, and write down what its worker does."""
     torch.manual_seed(SEED)
     agent, run = MlpAgent(4, 2), Run()
-    learner = Learner(agent, PpoConfig(decoupled=is_decoupled), SEED)
+    # Fewer and larger steps than the benchmark's, which draw the same picture in a fraction of the time.
+    config = PpoConfig(decoupled=is_decoupled, learning_rate=1e-3, minibatch_size=500)
+    learner = Learner(agent, config, SEED)
     with ClusterEnv("CartPole-v1", NUM_ENVS, num_workers=0, sync=rule) as envs:
         envs.reset(seed=SEED)
         before = dict.fromkeys(MARKS, 0)

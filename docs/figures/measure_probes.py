@@ -24,13 +24,14 @@ from clusterenv.policy.sketch import choose_probes
 
 NUM_ENVS, NUM_STEPS, NUM_UPDATES, NUM_DRAWS = 64, 128, 24, 60
 COUNTS = (16, 32, 64, 128, 256)
+CONFIG = PpoConfig(decoupled=True, learning_rate=1e-3, minibatch_size=500)
 
 
 def gaps() -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
     """Train, and return KL(own || newest) `[T, N]` of every update, with the mask of rows that count."""
     torch.manual_seed(1)
     agent = MlpAgent(4, 2)
-    learner, versions = Learner(agent, PpoConfig(decoupled=True), seed=1), {1: copy.deepcopy(agent)}
+    learner, versions = Learner(agent, CONFIG, seed=1), {1: copy.deepcopy(agent)}
     found = []
     with ClusterEnv("CartPole-v1", NUM_ENVS, num_workers=0, sync=AdaptiveSync()) as envs:
         envs.reset(seed=1)

@@ -76,13 +76,16 @@ class AdaptiveSync:
     Two protections pull although the divergence is below the threshold. A learner that clips its updates against the
     policy that made the data (plain PPO) is held near that policy: with stale workers the divergence rises, then
     stays where the clipping holds it, below the threshold, and learning stops. `plateau` sees the rise end, `max_lag`
-    bounds what it does not see.
+    bounds what it does not see. A worker that has pulled over the threshold several times in a row has a learner that
+    is not held; there a pause in the rise is no trap, and the plateau must last that many versions.
 
     Attributes:
         threshold: Pull above this mean KL per state, in nats.
         max_lag: Pull when this many versions behind, whatever the divergence.
-        plateau: Pull when, from the version measured last to the newest, the divergence grew by less than `plateau`
-            times what it had grown per version since the last pull; 0 pulls only if it shrank, None never.
+        plateau: The divergence has stopped growing when, from the version measured last to the newest, it grew by
+            less than `plateau` times what it had grown per version since the last pull. Pull when it has; after n
+            pulls over the threshold in a row, when it has at n versions in a row. 0 means that it shrank; None
+            switches this off.
     """
 
     threshold: float = 0.05
@@ -108,36 +111,45 @@ class AdaptiveSync:
 
 
 class _AdaptiveTracker:
-    """Remembers the divergence measured at the last version since the last pull."""
+    """Remembers the divergence measured at the last version since the last pull, and how free the learner has been."""
 
     def __init__(self, rule: AdaptiveSync) -> None:
         self._rule = rule
         self._own = 0
         self._version = 0
         self._divergence = 0.0
+        self._stalls = 0  # Versions in a row, up to the last, at which the divergence had stopped growing.
+        self._crossings = 0  # Pulls over the threshold since the last one below it.
+        self._has_crossed = False  # Whether the weights of such a pull are still to arrive.
 
     def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
         if basic := _judge_versions(own, newest):
             return basic
         if own != self._own:  # A pull has arrived: at its own version the divergence is 0.
-            self._own, self._version, self._divergence = own, own, 0.0
+            self._crossings += self._has_crossed
+            self._own, self._version, self._divergence, self._stalls, self._has_crossed = own, own, 0.0, 0, False
         if divergence is None:
             return Verdict(True, Reason.UNMEASURED)
         if not divergence <= self._rule.threshold:  # NaN pulls too.
+            self._has_crossed = True
             return Verdict(True, Reason.DIVERGED)
-        has_stopped = self._has_stopped_growing(newest, divergence)
         if newest > self._version:  # Measuring one version twice, on other probes, says nothing about growth.
+            self._stalls = self._stalls + 1 if self._has_stopped_growing(newest, divergence) else 0
             self._version, self._divergence = newest, divergence
-        if has_stopped:
-            return Verdict(True, Reason.PLATEAU)
+        if self._stalls >= max(1, self._crossings):
+            return self._pull_below(Reason.PLATEAU)
         if newest - own >= self._rule.max_lag:
-            return Verdict(True, Reason.LAG)
+            return self._pull_below(Reason.LAG)
         return Verdict(False, Reason.BELOW)
+
+    def _pull_below(self, reason: Reason) -> Verdict:
+        self._crossings = 0
+        return Verdict(True, reason)
 
     def _has_stopped_growing(self, newest: int, divergence: float) -> bool:
         if self._rule.plateau is None or divergence < _NEGLIGIBLE * self._rule.threshold:
             return False
-        if not self._own < self._version < newest:
+        if self._version <= self._own:
             return False  # The first version after a pull has nothing to be compared with.
         growth = (divergence - self._divergence) / (newest - self._version)
         average = self._divergence / (self._version - self._own)
