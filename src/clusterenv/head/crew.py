@@ -125,6 +125,7 @@ class Crew:
         """Take a worker's word that it has made its environments, and talk to it over its desk if it can."""
         if not isinstance(reply, Ready):
             raise WireError(f"A worker answered with {type(reply).__name__} where Ready was expected.")
+        member.is_ready = True
         if reply.shares_memory and desk is not None:
             self._hub.desks.use(member, desk)
 

@@ -10,7 +10,7 @@ from clusterenv.errors import LaunchError, WireError
 from clusterenv.head.roster import Member, Roster
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire import messages
-from clusterenv.wire.messages import PROTOCOL, Join, Refused
+from clusterenv.wire.messages import PROTOCOL, Join, Ping, Refused
 from clusterenv.wire.versions import find_conflict, installed_versions
 from clusterenv.wire.zeromq import HeadSocket
 
@@ -29,6 +29,7 @@ class Door:
         self._roster = roster
         self._versions = installed_versions()
         self._misfit: tuple[int, str] | None = None
+        self._heirs: dict[int, tuple[bytes, Join]] = {}
 
     def welcome(self, peer: bytes, join: Join) -> None:
         """Let a worker in, or tell it why not."""
@@ -38,6 +39,9 @@ class Door:
             reason = find_conflict(self._versions, join.versions)
         if reason:
             self._misfit = join.worker_index, reason
+        elif self._is_heir(join):
+            self._heirs[join.worker_index] = peer, join
+            return
         else:
             try:
                 member = self._roster.join(join.worker_index, peer, join.pid, join.hostname)
@@ -48,6 +52,23 @@ class Door:
                 return
         log.warning("refused a worker (pid %d on %s): %s", join.pid, join.hostname, reason)
         self._socket.send(peer, [messages.encode(Refused(reason))])
+
+    def admit_heir(self, member: Member) -> None:
+        """Let in the one who has come in the place of a worker that was lost and has now been given up, if any has."""
+        if member.index in self._heirs:
+            peer, join = self._heirs.pop(member.index)
+            self._roster.join(join.worker_index, peer, join.pid, join.hostname)
+            log.info("%s joined", member)
+
+    def _is_heir(self, join: Join) -> bool:
+        """Whether the worker of this number is gone, and nobody has noticed yet, so that this is its successor.
+
+        A job that was requeued while the learner learned, or a worker that came back after its connection was lost.
+        """
+        member = self._roster.find_index(join.worker_index)
+        if member is None or member.peer is None:
+            return False
+        return not self._socket.send(member.peer, [messages.encode(Ping())], waits=False)
 
     def await_members(self, pump: Callable[[float], object], members: Sequence[Member], timeout_s: float) -> None:
         """Wait until these workers have joined, saying now and then what is waited for.

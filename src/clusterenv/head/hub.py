@@ -27,6 +27,8 @@ from clusterenv.wire.zeromq import HeadSocket
 
 log = logging.getLogger(__name__)
 
+NOT_HERE = Lost("it has not come yet")
+
 _FAREWELL_S = 0.5  # What the last words to a worker get to leave, if nobody waits for it to end.
 _SLICE_S = 0.1  # How long to sleep at most before looking whether a worker has died.
 
@@ -132,10 +134,11 @@ class Hub:
         """
         if self._is_open:
             self._finish_abandoned()
-        members = self.members if members is None else members
-        frames = [messages.encode(make(self._call + 1, member)) for member in members]
-        self._open_call(members)
-        for member, frame in zip(members, frames, strict=True):
+        # A worker that has come and has no environments yet takes part only in what is asked of it by name.
+        present = self._present() if members is None else [member for member in members if member.peer is not None]
+        frames = [messages.encode(make(self._call + 1, member)) for member in present]
+        self._open_call(self.members if members is None else members, present)
+        for member, frame in zip(present, frames, strict=True):
             self._send(member, frame, arrays(member))
 
     def broadcast(self, make: Callable[[int], Request], arrays: Callable[[Member], Sequence[Any]] = _no_arrays) -> None:
@@ -143,16 +146,17 @@ class Hub:
         if self._is_open:
             self._finish_abandoned()
         frame = messages.encode(make(self._call + 1))
-        self._open_call(self.members)
-        for member in self.members:
+        present = self._present()
+        self._open_call(self.members, present)
+        for member in present:
             self._send(member, frame, arrays(member))
 
     def start_one(self, member: Member, make: Callable[[int], Request], arrays: Sequence[Any]) -> None:
         """Start a call of one worker, beside those of others; `collect_some` brings its answer."""
         self._call += 1
         self._roster.owe(self._call, [member])
-        if member.peer is None:
-            self._replies[member.index] = self._losses[member.index]
+        if not member.is_ready:
+            self._replies[member.index] = self._losses.get(member.index, NOT_HERE)
             member.owes = None
             return
         self.desks.expect([member])
@@ -256,21 +260,22 @@ class Hub:
             for member in self._awaited:
                 self._replies[member.index] = None
 
-    def _open_call(self, members: Sequence[Member]) -> None:
-        """Number a call and note who owes its answer; a worker that is not here has given it already."""
+    def _present(self) -> list[Member]:
+        return [member for member in self.members if member.is_ready]
+
+    def _open_call(self, members: Sequence[Member], present: Sequence[Member]) -> None:
+        """Number a call and note who owes its answer; a worker that is not present has given it already."""
         self._is_open = True
         self._awaited = members
         self._call += 1
-        present = [member for member in members if member.peer is not None]
         self._roster.owe(self._call, present)
         for member in members:
-            if member.peer is None:
-                self._replies[member.index] = self._losses[member.index]
+            if member.owes is None:
+                self._replies[member.index] = self._losses.get(member.index, NOT_HERE)
         self.desks.expect(present)
 
     def _send(self, member: Member, frame: bytes, arrays: Sequence[Any]) -> None:
-        if member.peer is None:
-            return
+        assert member.peer is not None, "it is here"
         if self.desks.has(member):
             if self.desks.post(member, frame, self._call):
                 return
@@ -380,3 +385,4 @@ class Hub:
         self._losses[member.index] = loss
         self._vigil.forget(member)
         self.desks.drop(member)
+        self._door.admit_heir(member)

@@ -14,6 +14,7 @@ class Member:
 
     Attributes:
         peer: The transport's address of the worker; None until it has joined, and when it is lost.
+        is_ready: Whether it has made its environments.
         owes: The number of the call it has not answered yet.
         num_parts: How many steps of the rollout it owes have come already.
     """
@@ -24,6 +25,7 @@ class Member:
     peer: bytes | None = None
     pid: int | None = None
     hostname: str = ""
+    is_ready: bool = False
     owes: int | None = None
     num_parts: int = 0
 
@@ -56,14 +58,18 @@ class Roster:
         Raises:
             WireError: There is no such worker, or it is here already.
         """
-        if not 0 <= worker_index < len(self.members):
+        member = self.find_index(worker_index)
+        if member is None:
             raise WireError(f"there is no worker {worker_index}, this run has {len(self.members)}")
-        member = self.members[worker_index]
         if member.peer is not None:
             raise WireError(f"worker {worker_index} has joined already")
         member.peer, member.pid, member.hostname = peer, pid, hostname
         self._by_peer[peer] = member
         return member
+
+    def find_index(self, worker_index: int) -> Member | None:
+        """Return the worker of this number, if the run has so many."""
+        return self.members[worker_index] if 0 <= worker_index < len(self.members) else None
 
     def find(self, peer: bytes) -> Member | None:
         """Return the worker behind an address, if it has joined."""
@@ -74,6 +80,7 @@ class Roster:
         if member.peer is not None:
             del self._by_peer[member.peer]
         member.peer = member.owes = None
+        member.is_ready = False
 
     def owe(self, call: int, members: Sequence[Member]) -> None:
         """Note that these workers now owe an answer to this call."""
@@ -94,7 +101,3 @@ class Roster:
     def debtors(self) -> list[Member]:
         """Return the workers that still owe an answer."""
         return [member for member in self.members if member.owes is not None]
-
-    def missing(self) -> list[Member]:
-        """Return the workers that have not joined."""
-        return [member for member in self.members if member.peer is None]
