@@ -1,0 +1,58 @@
+"""Every example learns: a shortened run of each, with a fixed seed, ends with better returns than it began with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tyro")
+pytest.importorskip("torch")
+
+
+def improvement(returns: list[float], num_episodes: int = 20) -> float:
+    """Mean return of the last episodes, less that of the first."""
+    assert len(returns) >= 2 * num_episodes, f"only {len(returns)} episodes"
+    return float(np.mean(returns[-num_episodes:]) - np.mean(returns[:num_episodes]))
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "LunarLander-v3"])
+def test_ppo_learns(env_id: str) -> None:
+    from examples import ppo
+
+    args = ppo.Args(env_id=env_id, total_timesteps=50_000, num_steps=64, learning_rate=2e-3, num_workers=2, track=False)
+    returns = ppo.train(args)
+    assert improvement(returns) > 80, returns
+
+
+def test_ppo_continuous_learns() -> None:
+    pytest.importorskip("mujoco")
+    from examples import ppo_continuous as example
+
+    args = example.Args(
+        env_id="InvertedPendulum-v5",
+        total_timesteps=30_000,
+        num_steps=64,
+        learning_rate=1e-3,
+        num_workers=2,
+        track=False,
+    )
+    assert improvement(example.train(args)) > 30
+
+
+def test_dqn_learns() -> None:
+    from examples import dqn
+
+    returns = dqn.train(dqn.Args(total_timesteps=25_000, learning_starts=500, num_workers=2, track=False))
+    assert improvement(returns) > 40, returns
+
+
+def test_the_plain_loop_learns_and_gymnasiums_own_environments_learn_the_same() -> None:
+    from examples import actions
+
+    def train(**settings: Any) -> list[float]:
+        return actions.train(actions.Args(num_steps=64, track=False, **settings))
+
+    assert improvement(train(total_timesteps=30_000, num_workers=2)) > 80
+    assert train(total_timesteps=4_000, num_workers=2) == train(total_timesteps=4_000, gymnasium=True)
