@@ -35,7 +35,7 @@ class Args:
 
     env_id: str = "CartPole-v1"
     seed: int = 1
-    total_timesteps: int = 100_000
+    total_timesteps: int = 50_000
     """environment steps"""
     num_envs: int = 16
     num_workers: int | None = None

@@ -38,9 +38,9 @@ from examples.scalars import Scalars
 class Args:
     """PPO with continuous actions."""
 
-    env_id: str = "HalfCheetah-v5"
+    env_id: str = "InvertedPendulum-v5"
     seed: int = 1
-    total_timesteps: int = 1_000_000
+    total_timesteps: int = 100_000
     """environment steps"""
     num_envs: int = 16
     num_workers: int | None = None

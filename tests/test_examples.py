@@ -23,7 +23,7 @@ def test_ppo_learns(env_id: str) -> None:
 
     args = ppo.Args(env_id=env_id, total_timesteps=50_000, num_steps=64, learning_rate=2e-3, num_workers=2, track=False)
     returns = ppo.train(args)
-    assert improvement(returns) > 80, returns
+    assert improvement(returns) > 80
 
 
 def test_ppo_continuous_learns() -> None:
@@ -44,8 +44,22 @@ def test_ppo_continuous_learns() -> None:
 def test_dqn_learns() -> None:
     from examples import dqn
 
-    returns = dqn.train(dqn.Args(total_timesteps=25_000, learning_starts=500, num_workers=2, track=False))
-    assert improvement(returns) > 40, returns
+    returns = dqn.train(dqn.Args(total_timesteps=12_000, learning_starts=500, num_workers=2, track=False))
+    assert improvement(returns) > 40
+
+
+def test_ppo_lstm_learns_what_only_a_memory_can_tell() -> None:
+    from examples import ppo_lstm as example
+
+    args = example.Args(total_timesteps=60_000, num_steps=64, num_workers=2, track=False)
+    assert improvement(example.train(args)) > 40
+
+
+def test_sac_learns() -> None:
+    from examples import sac
+
+    args = sac.Args(total_timesteps=8_000, learning_starts=400, hidden=32, batch_size=128, num_workers=2, track=False)
+    assert improvement(sac.train(args), num_episodes=8) > 250
 
 
 def test_the_plain_loop_learns_and_gymnasiums_own_environments_learn_the_same() -> None:
