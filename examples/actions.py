@@ -2,7 +2,8 @@
 
     python -m examples.actions
 
-MEASURED
+It reaches a mean return of 500, the most there is, over the last 100 episodes after 150,000 steps; seed 1, two workers
+on a two-core machine that others were using, 1.8 minutes at `nice -n 19`, 24 seconds of CPU time.
 
 This is PPO as one writes it for `gym.make_vec` or `SyncVectorEnv`, and the line that makes `envs` is all that is
 ClusterEnv's; `--gymnasium` puts Gymnasium's own line back, and learns exactly the same. Every step is a round trip to

@@ -2,7 +2,9 @@
 
     python -m examples.dqn
 
-MEASURED
+It reaches a mean return of 179 over the last 100 episodes (exploring 5 % of the time) after 50,000 steps; seed 1, two
+workers on a two-core machine that others were using, 5.5 minutes at `nice -n 10`, 56 seconds of CPU time. The workers
+pulled weights 336 times where every-update sync would have had 752 pulls, and 24,000 gradient steps were made.
 
 The exploration rate travels with the call, so it changes without any weights being sent. The weights change with every
 gradient step; workers take them only when their own Q-values have drifted (docs/sync.md). `rollout.transitions()` has

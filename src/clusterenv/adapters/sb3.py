@@ -90,7 +90,10 @@ class ClusterVecEnv(VecEnv):
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
         """Set an attribute, on the outermost wrapper that has it; if none has, on the environment itself."""
-        self.envs.apply(partial(set_attribute, name=attr_name, value=value), list(self._get_indices(indices)))
+        if indices is None:
+            self.envs.set_attr(attr_name, [value] * self.num_envs)  # A worker that replaces a lost one gets it, too.
+        else:
+            self.envs.apply(partial(set_attribute, name=attr_name, value=value), list(self._get_indices(indices)))
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
