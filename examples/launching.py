@@ -1,13 +1,22 @@
-"""Where the examples' workers are started: the one place that lists launchers for their command lines."""
+"""Where the examples' workers are started: the one place that lists launchers for their command lines.
+
+python -m examples.ppo --num-envs 256                          # on this machine
+python -m examples.ppo --num-envs 256 slurm --nodes 4          # a launcher's name, then its own options
+python -m examples.ppo --num-envs 256 ssh --help
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, TypeAlias
 
-from tyro.conf import subcommand
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 
-from clusterenv import LocalLauncher
+from clusterenv import LocalLauncher, SlurmLauncher, SSHLauncher
 
-# A further launcher is one more `| Annotated[...]` here. Its name then follows the other arguments, and its own follow
-# the name: python -m examples.ppo --num-envs 256 slurm --nodes 4
-Launching: TypeAlias = Annotated[LocalLauncher, subcommand("local", prefix_name=False)]
+Launching: TypeAlias = Annotated[
+    Annotated[LocalLauncher, subcommand("local")]
+    | Annotated[SlurmLauncher, subcommand("slurm")]
+    | Annotated[SSHLauncher, subcommand("ssh")],
+    OmitArgPrefixes,
+    OmitSubcommandPrefixes,
+]

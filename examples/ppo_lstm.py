@@ -2,7 +2,7 @@
 
     python -m examples.ppo_lstm
 
-It reaches a mean return of 132 over the last 100 episodes after 150,000 steps, and was still rising; seed 1, two workers
+It reaches a mean return of 132 over the last 100 episodes after 150,000 steps, still rising; seed 1, two workers
 on a two-core machine that others were using, 8 minutes at `nice -n 10`, 68 seconds of CPU time. The workers pulled
 weights 14 times where every-update sync would have had 72 pulls.
 

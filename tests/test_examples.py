@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clusterenv import LocalLauncher, SlurmLauncher, SSHLauncher
+from clusterenv.launchers.base import Launcher
+
 pytest.importorskip("tyro")
 pytest.importorskip("torch")
 
@@ -15,6 +18,23 @@ def improvement(returns: list[float], num_episodes: int = 20) -> float:
     """Mean return of the last episodes, less that of the first."""
     assert len(returns) >= 2 * num_episodes, f"only {len(returns)} episodes"
     return float(np.mean(returns[-num_episodes:]) - np.mean(returns[:num_episodes]))
+
+
+@pytest.mark.parametrize(
+    ("words", "launcher"),
+    [
+        ([], LocalLauncher()),
+        (["local", "--threads-per-worker", "1"], LocalLauncher(threads_per_worker=1)),
+        (["slurm", "--nodes", "4", "--partition", "cpu"], SlurmLauncher(nodes=4, partition="cpu")),
+        (["ssh", "--hosts", "n1", "n2"], SSHLauncher(hosts=["n1", "n2"])),
+    ],
+)
+def test_the_command_line_names_a_launcher_and_its_options(words: list[str], launcher: Launcher) -> None:
+    import tyro
+    from examples import ppo
+
+    args = tyro.cli(ppo.Args, args=["--num-envs", "8", *words])
+    assert (args.num_envs, args.launcher) == (8, launcher)
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "LunarLander-v3"])
