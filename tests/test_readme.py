@@ -32,8 +32,8 @@ BLOCKS = [
 def test_a_block_runs(block: str, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block)
-    # torch's optimisers make a cache directory as soon as they are imported; it is not ours to leave behind.
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch")}
+    # What torch's optimisers cache as soon as they are imported, and SB3's log, are not ours to leave behind.
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"), "SB3_LOGDIR": str(tmp_path / "sb3")}
     result = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=110, cwd=tmp_path, env=environment
     )

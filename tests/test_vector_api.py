@@ -214,6 +214,23 @@ def test_render_returns_a_frame_per_environment(envs: ClusterEnv, theirs: SyncVe
     assert_same(envs.render(), theirs.render())
 
 
+def test_a_function_runs_on_the_chosen_environments_in_the_order_asked_for(backend: Backend) -> None:
+    def rename(env: gym.Env[Any, Any]) -> str:
+        world: Any = env.unwrapped
+        world.label = world.label.upper()
+        return str(world.describe())
+
+    with ClusterEnv(make_factories(3), **backend) as envs:
+        assert envs.apply(rename, [2, 0, -1]) == ("I am WORLD 2", "I am WORLD 0", "I am WORLD 2")
+        assert envs.get_attr("label") == ("WORLD 0", "world 1", "WORLD 2")
+        assert envs.apply(rename, []) == ()
+        with pytest.raises(IndexError):
+            envs.apply(rename, [3])
+        with pytest.raises((WorkerFailed, AttributeError), match="no_such"):
+            envs.apply(lambda env: env.no_such, [1])
+        assert envs.apply(rename, [1]) == ("I am WORLD 1",)
+
+
 def test_a_second_call_before_the_first_was_waited_for_is_refused(envs: ClusterEnv) -> None:
     starts: dict[str, Callable[[], None]] = {
         "reset": lambda: envs.reset_async(seed=1),

@@ -73,6 +73,10 @@ class Inline:
 
         self._work = work
 
+    def apply(self, function: Callable[[Any], Any], env_indices: Sequence[int]) -> None:
+        """Note a function to run."""
+        self._work = lambda: Outcome({}, [], self._shard.host.apply(function, env_indices))
+
     def decide(self, version: int, pulls: Sequence[bool], arguments: Mapping[str, Any]) -> None:
         """Note a step in which the policy chooses the actions."""
         self._load(version, pulls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -144,6 +145,15 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
             )
         self._backend.set_attr(name, values)
         self._backend.finish()
+
+    def apply(self, function: Callable[[Any], Any], indices: Sequence[int]) -> tuple[Any, ...]:
+        """Run a function on the environments with these indices, where they are; one result each, in that order."""
+        self._check_idle("apply")
+        indices = [range(self.num_envs)[index] for index in indices]  # Negative ones count from the end.
+        chosen = sorted(set(indices))
+        self._backend.apply(function, chosen)
+        results = dict(zip(chosen, self._backend.finish().results, strict=True))
+        return tuple(results[index] for index in indices)
 
     def render(self) -> tuple[Any, ...]:
         """Return what every environment renders."""

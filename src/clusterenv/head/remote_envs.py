@@ -24,6 +24,7 @@ from clusterenv.wire import values
 from clusterenv.wire.arrays import ArrayMaker, allocate, carver, size_of
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.messages import (
+    Apply,
     Invoke,
     Reply,
     Request,
@@ -182,6 +183,11 @@ class RemoteEnvs:
 
         self._is_step, self._note = False, note
         self.crew.start(ask)
+
+    def apply(self, function: Callable[[Any], Any], env_indices: Sequence[int]) -> None:
+        """Start running a function on these environments, given in ascending order."""
+        code, chosen = cloudpickle.dumps(function), set(env_indices)
+        self.crew.start(lambda call, m: Apply(call, [i - m.start for i in range(m.start, m.stop) if i in chosen], code))
 
     def finish(self, timeout_s: float | None = None) -> Outcome:
         """Wait for the call under way.

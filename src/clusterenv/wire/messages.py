@@ -159,6 +159,14 @@ class Load(_Message, tag=16, frozen=True):
     version: int
 
 
+class Apply(_Message, tag=17, frozen=True):
+    """Head to worker: run a function on some of the environments."""
+
+    call: int
+    rows: list[int]  # of the worker's own shard, counted from its start
+    function: bytes  # cloudpickle
+
+
 class Join(msgspec.Struct, tag=20, frozen=True, array_like=True):
     """Worker to head: here I am.
 
@@ -246,6 +254,7 @@ Request: TypeAlias = (
     | Step
     | Invoke
     | SetAttribute
+    | Apply
     | Stop
     | Refused
     | Adopt

@@ -19,6 +19,7 @@ from clusterenv.wire.block import Block
 from clusterenv.wire.messages import (
     Adopt,
     Adopted,
+    Apply,
     Collect,
     Collected,
     Decide,
@@ -39,7 +40,7 @@ from clusterenv.wire.planes import Planes
 from clusterenv.wire.shared import open_offer
 from clusterenv.worker.shard import Shard
 
-ShardRequest: TypeAlias = Reset | Step | Invoke | SetAttribute | Adopt | Measure | Collect | Decide | Truncate
+ShardRequest: TypeAlias = Reset | Step | Invoke | SetAttribute | Apply | Adopt | Measure | Collect | Decide | Truncate
 Answer: TypeAlias = tuple[Reply, Iterable[NDArray[Any]]]
 Send: TypeAlias = Callable[[Reply, Iterable[NDArray[Any]]], None]
 
@@ -94,6 +95,9 @@ class Answers:
             case SetAttribute():
                 shard.host.set_attr(request.name, unpickle(request.values))
                 return Returned(call, values.dumps([])), ()
+            case Apply():
+                results = shard.host.apply(unpickle(request.function), request.rows)
+                return Returned(call, values.dumps(results)), ()
             case Truncate():
                 shard.truncate(values.loads(request.seen))
                 return Returned(call, values.dumps([])), ()

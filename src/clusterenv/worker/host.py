@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,6 +67,9 @@ class Host(Protocol):
 
     def set_attr(self, name: str, values: Sequence[Any]) -> None:
         """Set an attribute of every environment."""
+
+    def apply(self, function: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
+        """Run a function on the environments of these rows."""
 
     def close(self) -> None:
         """Close the environments."""
@@ -177,6 +180,15 @@ class EnvHost:
             env.set_wrapper_attr(name, value)
         self._attributes[name] = values
         self.failed_row = None
+
+    def apply(self, function: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
+        """Run a function on the environments of these rows."""
+        results = []
+        for row in rows:
+            self.failed_row = row
+            results.append(function(self._envs[row]))
+        self.failed_row = None
+        return results
 
     def close(self) -> None:
         """Close every environment, also when one of them fails to; the first error is raised at the end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,6 +135,10 @@ class VectorHost:
         else:
             setattr(self._env, name, values[0])
         self._attributes[name] = values
+
+    def apply(self, function: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
+        """Run a function on the vector environment; its result is taken for all rows."""
+        return [function(self._env)] * len(rows)
 
     def close(self) -> None:
         """Close the vector environment."""

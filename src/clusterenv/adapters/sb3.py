@@ -1,0 +1,121 @@
+"""Stable-Baselines3: a ClusterEnv as the `VecEnv` that its algorithms train on.
+
+envs = ClusterEnv("CartPole-v1", num_envs=64, autoreset_mode="SameStep")
+model = PPO("MlpPolicy", ClusterVecEnv(envs)).learn(1_000_000)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from gymnasium import Wrapper
+from gymnasium.vector import VectorEnv
+from numpy.typing import NDArray
+from stable_baselines3.common.vec_env.base_vec_env import VecEnv, VecEnvIndices, VecEnvObs, VecEnvStepReturn
+
+from clusterenv.adapters.beside import call_method, full_name, has_attribute, is_wrapped, set_attribute
+from clusterenv.adapters.infos import check_same_step, split_endings, split_infos
+from clusterenv.errors import ConfigError
+
+
+class ClusterVecEnv(VecEnv):
+    """Returns what SB3's own `DummyVecEnv` returns for the same environments, seeds and actions."""
+
+    def __init__(self, envs: VectorEnv[Any, Any, Any]) -> None:
+        """Wrap a ClusterEnv; closing this closes it.
+
+        Args:
+            envs: Made with `autoreset_mode="SameStep"`: SB3 expects the next episode's first observation in the step
+                that ends the last one.
+
+        Raises:
+            ConfigError: Its autoreset mode is another, or it was made with `copy=False`.
+        """
+        check_same_step(envs, "ClusterVecEnv")
+        if not hasattr(envs, "apply"):
+            raise ConfigError(f"ClusterVecEnv takes a ClusterEnv itself, without wrappers, got {envs}.")
+        self.envs: Any = envs  # A ClusterEnv, which an adapter may not import: it imports them.
+        super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
+
+    def reset(self) -> VecEnvObs:
+        """Reset all environments, with the seeds and options set since the last reset."""
+        # `set_options` with one dict repeats it: an identity a group, most often one group.
+        groups: dict[int | None, list[int]] = {}
+        for index, options in enumerate(self._options):
+            groups.setdefault(id(options) if options else None, []).append(index)
+        obs: Any = None
+        for group in groups.values():
+            options = dict(self._options[group[0]])
+            if len(groups) > 1:
+                options["reset_mask"] = np.isin(np.arange(self.num_envs), group)
+            obs, infos = self.envs.reset(seed=list(self._seeds), options=options or None)
+            rows = split_infos(infos, self.num_envs)
+            for index in group:
+                self.reset_infos[index] = rows[index]
+        self._reset_seeds()
+        self._reset_options()
+        return obs  # type: ignore[no-any-return]  # nested as the space is
+
+    def step_async(self, actions: NDArray[Any]) -> None:
+        """Start a step."""
+        self.envs.step_async(actions)
+
+    def step_wait(self) -> VecEnvStepReturn:
+        """Wait for the step; the infos of finished episodes hold "terminal_observation"."""
+        obs, rewards, terminations, truncations, infos = self.envs.step_wait()
+        rows, endings = split_endings(infos, self.num_envs)
+        for index, (final_obs, final_info) in endings.items():
+            self.reset_infos[index] = rows[index]
+            rows[index] = {**final_info, "terminal_observation": final_obs}
+        for row, is_cut in zip(rows, (truncations & ~terminations).tolist(), strict=True):
+            row["TimeLimit.truncated"] = is_cut
+        return obs, rewards.astype(np.float32), terminations | truncations, rows
+
+    def close(self) -> None:
+        """End the workers."""
+        self.envs.close()
+
+    def has_attr(self, attr_name: str) -> bool:
+        """Tell whether all environments have an attribute."""
+        return all(self.envs.apply(partial(has_attribute, name=attr_name), range(self.num_envs)))
+
+    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
+        """Read an attribute, through wrappers; it must be something that can travel without pickle."""
+        found = self.envs.get_attr(attr_name)
+        return [found[index] for index in self._get_indices(indices)]
+
+    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+        """Set an attribute, on the outermost wrapper that has it; if none has, on the environment itself."""
+        if indices is None:
+            self.envs.set_attr(attr_name, [value] * self.num_envs)  # A worker that replaces a lost one gets it, too.
+        else:
+            self.envs.apply(partial(set_attribute, name=attr_name, value=value), list(self._get_indices(indices)))
+
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
+    ) -> list[Any]:
+        """Call a method, found through wrappers, of these environments only."""
+        function = partial(call_method, name=method_name, args=method_args, kwargs=method_kwargs)
+        return list(self.envs.apply(function, list(self._get_indices(indices))))
+
+    def env_is_wrapped(
+        self, wrapper_class: type[Wrapper[Any, Any, Any, Any]], indices: VecEnvIndices = None
+    ) -> list[bool]:
+        """Tell which environments wear a wrapper of this class."""
+        function = partial(is_wrapped, class_name=full_name(wrapper_class))
+        return list(self.envs.apply(function, list(self._get_indices(indices))))
+
+    def get_images(self) -> Sequence[NDArray[Any] | None]:
+        """Return what every environment renders, in mode "rgb_array"."""
+        if self.render_mode != "rgb_array":
+            warnings.warn(
+                f"The environments' render_mode is {self.render_mode}; images need "
+                'ClusterEnv(..., env_kwargs={"render_mode": "rgb_array"}).',
+                stacklevel=2,
+            )
+            return [None] * self.num_envs
+        return list(self.envs.render())

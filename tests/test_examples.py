@@ -1,0 +1,92 @@
+"""Every example learns: a shortened run of each, with a fixed seed, ends with better returns than it began with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clusterenv import LocalLauncher, SlurmLauncher, SSHLauncher
+from clusterenv.launchers.base import Launcher
+
+pytest.importorskip("tyro")
+pytest.importorskip("torch")
+
+
+def improvement(returns: list[float], num_episodes: int = 20) -> float:
+    """Mean return of the last episodes, less that of the first."""
+    assert len(returns) >= 2 * num_episodes, f"only {len(returns)} episodes"
+    return float(np.mean(returns[-num_episodes:]) - np.mean(returns[:num_episodes]))
+
+
+@pytest.mark.parametrize(
+    ("words", "launcher"),
+    [
+        ([], LocalLauncher()),
+        (["local", "--threads-per-worker", "1"], LocalLauncher(threads_per_worker=1)),
+        (["slurm", "--nodes", "4", "--partition", "cpu"], SlurmLauncher(nodes=4, partition="cpu")),
+        (["ssh", "--hosts", "n1", "n2"], SSHLauncher(hosts=["n1", "n2"])),
+    ],
+)
+def test_the_command_line_names_a_launcher_and_its_options(words: list[str], launcher: Launcher) -> None:
+    import tyro
+    from examples import ppo
+
+    args = tyro.cli(ppo.Args, args=["--num-envs", "8", *words])
+    assert (args.num_envs, args.launcher) == (8, launcher)
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "LunarLander-v3"])
+def test_ppo_learns(env_id: str) -> None:
+    from examples import ppo
+
+    args = ppo.Args(env_id=env_id, total_timesteps=50_000, num_steps=64, learning_rate=2e-3, num_workers=2, track=False)
+    returns = ppo.train(args)
+    assert improvement(returns) > 80
+
+
+def test_ppo_continuous_learns() -> None:
+    pytest.importorskip("mujoco")
+    from examples import ppo_continuous as example
+
+    args = example.Args(
+        env_id="InvertedPendulum-v5",
+        total_timesteps=30_000,
+        num_steps=64,
+        learning_rate=1e-3,
+        num_workers=2,
+        track=False,
+    )
+    assert improvement(example.train(args)) > 30
+
+
+def test_dqn_learns() -> None:
+    from examples import dqn
+
+    returns = dqn.train(dqn.Args(total_timesteps=12_000, learning_starts=500, num_workers=2, track=False))
+    assert improvement(returns) > 40
+
+
+def test_ppo_lstm_learns_what_only_a_memory_can_tell() -> None:
+    from examples import ppo_lstm as example
+
+    args = example.Args(total_timesteps=60_000, num_steps=64, num_workers=2, track=False)
+    assert improvement(example.train(args)) > 40
+
+
+def test_sac_learns() -> None:
+    from examples import sac
+
+    args = sac.Args(total_timesteps=8_000, learning_starts=400, hidden=32, batch_size=128, num_workers=2, track=False)
+    assert improvement(sac.train(args), num_episodes=8) > 250
+
+
+def test_the_plain_loop_learns_and_gymnasiums_own_environments_learn_the_same() -> None:
+    from examples import actions
+
+    def train(**settings: Any) -> list[float]:
+        return actions.train(actions.Args(num_steps=64, track=False, **settings))
+
+    assert improvement(train(total_timesteps=30_000, num_workers=2)) > 80
+    assert train(total_timesteps=4_000, num_workers=2) == train(total_timesteps=4_000, gymnasium=True)
