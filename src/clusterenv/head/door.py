@@ -10,6 +10,7 @@ from clusterenv.errors import LaunchError, WireError
 from clusterenv.head.roster import Member, Roster
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire import messages
+from clusterenv.wire.complaints import Complaints
 from clusterenv.wire.messages import PROTOCOL, Join, Refused
 from clusterenv.wire.versions import find_conflict, installed_versions
 from clusterenv.wire.zeromq import HeadSocket
@@ -29,6 +30,7 @@ class Door:
         self._roster = roster
         self._versions = installed_versions()
         self._misfit: tuple[int, str] | None = None
+        self._refusals = Complaints(log)
 
     def welcome(self, peer: bytes, join: Join) -> None:
         """Let a worker in, or tell it why not."""
@@ -46,8 +48,8 @@ class Door:
             else:
                 log.info("%s joined", member)
                 return
-        log.warning("refused a worker (pid %d on %s): %s", join.pid, join.hostname, reason)
-        self._socket.send(peer, [messages.encode(Refused(reason))])
+        self._refusals.note("refused a worker (pid %d on %s): %s", join.pid, join.hostname, reason)
+        self._socket.send(peer, [messages.encode(Refused(reason))], waits=False)
 
     def await_members(self, pump: Callable[[float], object], members: Sequence[Member], timeout_s: float) -> None:
         """Wait until these workers have joined, saying now and then what is waited for.

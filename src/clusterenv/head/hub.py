@@ -22,6 +22,7 @@ from clusterenv.head.vigil import Vigil
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
+from clusterenv.wire.complaints import Complaints
 from clusterenv.wire.messages import Failed, Join, Part, Reply, Request, Stop
 from clusterenv.wire.zeromq import HeadSocket
 
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _FAREWELL_S = 0.5  # What the last words to a worker get to leave, if nobody waits for it to end.
 _SLICE_S = 0.1  # How long to sleep at most before looking whether a worker has died.
+_UPKEEP_CALLS = 1024  # How often to read the socket where workers share memory: strangers' knocks pile up there.
+_UPKEEP_S = 1e-3
 
 Landing = Callable[[Member, Reply], Sequence[NDArray[Any]]]
 Accept = Callable[[Member, Reply, Sequence[zmq.Frame]], None]
@@ -64,7 +67,9 @@ class Hub:
         self._is_plain = False
         self._is_open = False
         self._awaited: Sequence[Member] = self.members
+        self._looked_at = 0.0
         self._owner_pid = os.getpid()
+        self._refusals = Complaints(log)
 
     def shares_memory(self, member: Member) -> bool:
         """Whether this worker and the head see the same arrays."""
@@ -179,6 +184,8 @@ class Hub:
         if self._is_open:
             self._finish_abandoned()
         self._call = call = self._call + 1
+        if not call % _UPKEEP_CALLS:
+            self.rest(_UPKEEP_S)
         self._is_plain = self._is_open = True
         self.desks.start_plain(call)
 
@@ -202,7 +209,7 @@ class Hub:
         for member in self.members:
             self.desks.stop(member)
             if member.peer is not None:  # By both ways: a worker that streams listens to the socket.
-                self._socket.send(member.peer, [messages.encode(Stop())])
+                self._socket.send(member.peer, [messages.encode(Stop())], waits=False)
         self._fleet.stop(0.0 if terminate else self._timeouts.close_s if timeout_s is None else timeout_s)
         self._socket.close(0.0 if terminate else _FAREWELL_S)
 
@@ -246,7 +253,8 @@ class Hub:
             self._pump(0.0)
         else:
             has_news = self._pump(slice_s)
-        if not has_news:
+        # Also while there is news: a worker that talks without end must not keep the head from all else.
+        if not has_news or time.monotonic() - self._looked_at > _SLICE_S:
             self._check_missing(deadline, timeout_s)
 
     def _finish_abandoned(self) -> None:
@@ -278,9 +286,15 @@ class Hub:
         if not self._socket.send(member.peer, [frame, *arrays]):
             self._vigil.suspect(time.monotonic())
 
-    def _settle_all(self, replies: Iterable[tuple[Member, Reply]]) -> None:
+    def _settle_all(self, replies: Iterable[tuple[Member, Reply | WireError]]) -> None:
         for member, reply in replies:
-            self._settle(member, reply)
+            try:
+                if isinstance(reply, WireError):
+                    raise reply
+                self._settle(member, reply)
+            except WireError as error:
+                self._replies[member.index] = loss = Lost(f"it put nonsense into its mailbox: {error}")
+                self.give_up(member, loss)
 
     def _pump(self, timeout_s: float) -> bool:
         """Deal with one message from the socket, if one comes."""
@@ -313,7 +327,7 @@ class Hub:
                 accept(member, reply, frames[1:])
         except WireError as error:
             # As text: a log handler that keeps the error would keep the whole hub by its traceback.
-            log.warning("refused a message from %s: %s", "a stranger" if member is None else member, str(error))
+            self._refusals.note("refused a message from %s: %s", "a stranger" if member is None else member, error)
         return True
 
     def post(self, member: Member, make: Callable[[int], Request], arrays: Sequence[Any] = ()) -> int:
@@ -353,7 +367,7 @@ class Hub:
 
     def _check_missing(self, deadline: float, timeout_s: float) -> None:
         """Note the workers that owe an answer and are lost; raise if time is up for the others."""
-        now = time.monotonic()
+        self._looked_at = now = time.monotonic()
         for member, reason in self._vigil.look(self._roster.debtors(), now):
             self._lose(member, reason)
         if now >= deadline and (missing := self._roster.debtors()):
@@ -366,7 +380,8 @@ class Hub:
     def _lose(self, member: Member, reason: str) -> None:
         """Give a worker up, unless it has left its answer behind."""
         self._settle_all(self.desks.take([member]))
-        while member.owes is not None and self._pump(0.0):
+        until = time.monotonic() + _SLICE_S
+        while member.owes is not None and time.monotonic() < until and self._pump(0.0):
             pass
         if member.owes is None:
             return

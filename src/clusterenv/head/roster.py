@@ -61,6 +61,8 @@ class Roster:
         member = self.members[worker_index]
         if member.peer is not None:
             raise WireError(f"worker {worker_index} has joined already")
+        if peer in self._by_peer:
+            raise WireError(f"it has joined already, as worker {self._by_peer[peer].index}")
         member.peer, member.pid, member.hostname = peer, pid, hostname
         self._by_peer[peer] = member
         return member
