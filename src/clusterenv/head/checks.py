@@ -15,10 +15,12 @@ def expect(kind: type[Any], reply: Reply) -> Any:
     return reply
 
 
-def checked_list(value: Any) -> list[Any]:
-    """Return a value that must be a list, else raise WireError."""
+def checked_list(value: Any, size: int | None = None) -> list[Any]:
+    """Return a value that must be a list, and of this size if one is given, else raise WireError."""
     if not isinstance(value, list):
         raise WireError(f"A worker sent a {type(value).__name__} where a list was expected.")
+    if size is not None and len(value) != size:
+        raise WireError(f"A worker sent a list of {len(value)} where {size} were expected.")
     return value
 
 

@@ -13,9 +13,10 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from clusterenv.head.batch import ShardInfos, merge_infos
-from clusterenv.head.checks import checked_dict, checked_list, expect
+from clusterenv.head.batch import ShardInfos, check_infos, merge_infos
+from clusterenv.head.checks import checked_list, expect
 from clusterenv.head.crew import Arrays, Crew, Loss, Make, lost_error
+from clusterenv.head.failure import blame
 from clusterenv.head.hub import Hub
 from clusterenv.head.lost_rows import LostRows
 from clusterenv.head.outcome import Lost, Outcome
@@ -96,6 +97,9 @@ class RemoteEnvs:
         self._attributes: dict[str, Make] = {}
         self._is_step = False
         self._note: Callable[[dict[int, list[list[Any]]]], None] = _nothing
+        self._num_object_leaves = sum(leaf.dtype is None for leaf in plan.observations.leaves)
+        self._is_invoking = False
+        self._num_results = 0  # What `invoke` and `set_attr` return for each environment.
         self.crew.on_new = self._set_up
         hub.landing = self._landing
 
@@ -140,6 +144,7 @@ class RemoteEnvs:
                 ]
             return Reset(call, chosen, part, pickled)
 
+        self._is_invoking = False
         self.crew.start(ask)
 
     def step(self, actions: Any | None) -> None:
@@ -148,6 +153,7 @@ class RemoteEnvs:
         Args:
             actions: Anything that can be sliced by environment index; None if they are in the planes already.
         """
+        self._is_invoking = False
         hub = self.hub
         self._is_step = True
         if actions is None and not self._lost:
@@ -166,6 +172,7 @@ class RemoteEnvs:
         """Start calling a method, or reading an attribute, of every environment."""
         arguments = cloudpickle.dumps((args, kwargs))
         self._is_step, self._note = False, _nothing
+        self._is_invoking, self._num_results = True, 1
         self.crew.start(lambda call, _: Invoke(call, name, arguments))
 
     def set_attr(self, name: str, items: Sequence[Any]) -> None:
@@ -181,6 +188,7 @@ class RemoteEnvs:
             self._attributes[name] = ask
 
         self._is_step, self._note = False, note
+        self._is_invoking, self._num_results = True, 0
         self.crew.start(ask)
 
     def finish(self, timeout_s: float | None = None) -> Outcome:
@@ -198,12 +206,13 @@ class RemoteEnvs:
         objects: dict[int, list[list[Any]]] = {}
         results: list[Any] = []
         for member, reply in answers:
-            if not isinstance(reply, Returned):
-                self._read_stepped(member, reply, shards, objects)
-            elif self._is_step:
-                silent.append(member)  # It was lost before the step, and was told that its episodes are over.
-            else:
-                results += checked_list(values.loads(reply.values))
+            with blame(member):
+                if self._is_invoking:
+                    results += self._read_returned(member, reply)
+                elif self._is_step and member.index in self._lost and isinstance(reply, Returned):
+                    silent.append(member)  # It was lost before the step, and was told that its episodes are over.
+                else:
+                    self._read_stepped(member, reply, shards, objects)
         if self._is_step:
             shards += [self._report(member, objects) for member in silent]
         else:
@@ -287,9 +296,11 @@ class RemoteEnvs:
             if member.index not in self._lost:
                 self._lost[member.index] = LostRows(self._rows[member.index], self._objects.get(member.index))
         for member, reply in self._ask(lambda call, m: Reset(call, list(self.crew.seeds_of(m)), None, None), members):
-            stepped, lost = expect(Stepped, reply), self._lost[member.index]
-            lost.new_infos = {} if stepped.infos is None else checked_dict(values.loads(stepped.infos))
-            lost.new_objects = [] if stepped.columns is None else checked_list(values.loads(stepped.columns))
+            with blame(member):
+                stepped, lost = expect(Stepped, reply), self._lost[member.index]
+                lost.new_infos = {} if stepped.infos is None else values.loads(stepped.infos)
+                check_infos(lost.new_infos, member.stop - member.start)
+                lost.new_objects = self._read_objects(member, stepped)
         if self._is_step:
             self._ask(lambda call, m: Truncate(call, self._lost[m.index].dump_seen()), members)
 
@@ -367,9 +378,23 @@ class RemoteEnvs:
     ) -> None:
         stepped = expect(Stepped, reply)
         if stepped.infos is not None:
-            shards.append(ShardInfos(member.start, member.stop, values.loads(stepped.infos)))
-        if stepped.columns is not None:
-            objects[member.index] = checked_list(values.loads(stepped.columns))
+            infos = values.loads(stepped.infos)
+            check_infos(infos, member.stop - member.start)
+            shards.append(ShardInfos(member.start, member.stop, infos))
+        if self._num_object_leaves or stepped.columns is not None:
+            objects[member.index] = self._read_objects(member, stepped)
+
+    def _read_objects(self, member: Member, stepped: Stepped) -> list[list[Any]]:
+        """Return a list a leaf, of an object an environment. One too few would shift the rows of all others."""
+        columns = [] if stepped.columns is None else checked_list(values.loads(stepped.columns))
+        return [
+            checked_list(column, member.stop - member.start)
+            for column in checked_list(columns, self._num_object_leaves)
+        ]
+
+    def _read_returned(self, member: Member, reply: Reply) -> list[Any]:
+        results = values.loads(expect(Returned, reply).values)
+        return checked_list(results, self._num_results * (member.stop - member.start))
 
     def share(self, size_bytes: int) -> SharedMemory:
         """Make memory that workers on this machine can open; `close` lets go of it."""
