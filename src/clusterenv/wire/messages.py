@@ -8,13 +8,17 @@ cloudpickle, from the head to the workers only.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from clusterenv.errors import WireError
 
 PROTOCOL = 2
+
+# Shown to people, in errors and logs: of one line, and a short one.
+Name = Annotated[str, Meta(max_length=255, pattern=r"^[ -~]*$")]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -169,8 +173,8 @@ class Join(msgspec.Struct, tag=20, frozen=True, array_like=True):
     protocol: int
     worker_index: int
     pid: int
-    hostname: str
-    versions: dict[str, str] = {}
+    hostname: Name
+    versions: Annotated[dict[Name, Name], Meta(max_length=100)] = {}
 
 
 class Ready(_Message, tag=21, frozen=True):
