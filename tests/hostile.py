@@ -52,7 +52,7 @@ NONSENSE_VALUES: dict[str, bytes] = {
     "a number as info": values.dumps({"x": 5}),
     "a row too few": values.dumps({"x": np.zeros(1)}),
     "a dict where others have none": values.dumps({"x": {"y": {"z": np.zeros(3)}}}),
-    "deep dicts": values.dumps(reduce(lambda inner, _: {"x": inner}, range(100), {})),
+    "deep dicts": b"\x81\xa1x" * 100 + b"\x80",
     "deep lists": b"\x91" * 100_000,
     "deep extensions": reduce(lambda inner, _: pack(Ext(1, b"\x91" + inner)), range(2000), b"\xc0"),
     "a list of four billion": b"\xdd\xff\xff\xff\xff",
@@ -144,9 +144,18 @@ def _with_call(call: Callable[[int], int]) -> Callable[[Any, list[Any]], list[An
     return lambda reply, arrays: [messages.encode(msgspec.structs.replace(reply, call=call(reply.call))), *arrays]
 
 
+def _say_twice(channel: HostileChannel, reply: Any, arrays: list[NDArray[Any]]) -> None:
+    Channel.send(channel, reply, arrays)
+    Channel.send(channel, reply, arrays)
+
+
 REFUSED: dict[str, Play] = {
-    "garbage": _before_the_truth(lambda r, a: [b""], lambda r, a: [os.urandom(1000)], lambda r, a: [b"", b"", b""]),
-    "answers to old calls": _before_the_truth(*[_with_call(lambda call, n=n: call - n) for n in (1, 2, 3)]),  # type: ignore[misc]  # mypy cannot infer a lambda's default
+    "garbage": _before_the_truth(
+        lambda r, a: [b""], lambda r, a: [np.random.default_rng(1).bytes(1000)], lambda r, a: [b"", b"", b""]
+    ),
+    "answers to old calls": _before_the_truth(
+        _with_call(lambda call: call - 1), _with_call(lambda call: call - 2), _with_call(lambda _: 0)
+    ),
     "answers to calls to come": _before_the_truth(_with_call(lambda call: call + 1), _with_call(lambda _: 2**63)),
     "negative numbers": _before_the_truth(_with_call(lambda _: -(2**63)), lambda r, a: [b"\x93\x16\xd3\x80"]),
     "arrays of other sizes": _before_the_truth(
@@ -155,7 +164,7 @@ REFUSED: dict[str, Play] = {
         lambda r, a: [messages.encode(r), np.zeros(1 << 20), *a[1:]],
         lambda r, a: [messages.encode(r), *[np.zeros(0)] * 10_000],
     ),
-    "joins of others": _before_the_truth(*[lambda r, a, i=i: [_join(i)] for i in (0, 1, -1, 2**40, 2**63 - 1)]),  # type: ignore[misc]  # as above
+    "joins of others": _before_the_truth(*[lambda r, a, i=i: [_join(i)] for i in (0, 1, -1, 2**40, 2**63 - 1)]),
     "joins of other versions": _before_the_truth(lambda r, a: [_join(0, 99)], lambda r, a: [_join(0, -1)]),
     "joins of long names": _before_the_truth(
         lambda r, a: [messages.encode(Join(PROTOCOL, 0, 1, "x" * (1 << 20), {"python": "." * (1 << 20)}))],
@@ -164,13 +173,11 @@ REFUSED: dict[str, Play] = {
     "a flood of joins": _before_the_truth(*[lambda r, a: [_join(0)]] * 2000),
     "parts of no rollout": _before_the_truth(
         *[
-            lambda r, a, p=p: [messages.encode(Part(r.call, *p)), *a]  # type: ignore[misc]  # as above
+            lambda r, a, p=p: [messages.encode(Part(r.call, *p)), *a]
             for p in ((0, 1), (-1, 1), (0, 2**62), (2**62, 2**62), (0, 0), (5, -5))
         ]
     ),
-    "the answer twice": lambda channel, reply, arrays: (
-        [Channel.send(channel, reply, arrays) for _ in range(2)] and None
-    ),
+    "the answer twice": _say_twice,
 }
 for _name, _play in REFUSED.items():
     TRICKS[_name] = Stepped, _play
@@ -288,5 +295,5 @@ def _parts(channel: HostileChannel, reply: Any, arrays: list[NDArray[Any]]) -> N
 
 
 if __name__ == "__main__":
-    loop.Channel = HostileChannel  # type: ignore[misc]  # of this process only: the worker's own code does the rest
+    vars(loop)["Channel"] = HostileChannel  # Of this process only: the worker's own code does the rest.
     sys.exit(__main__.main())
