@@ -291,6 +291,8 @@ def _parts(channel: HostileChannel, reply: Any, arrays: list[NDArray[Any]]) -> N
         channel.raw(messages.encode(Part(reply.call, first, count)), *arrays)
     for first in (-1, 10**6, 2**62):
         channel.raw(messages.encode(msgspec.structs.replace(reply, first=first)), *arrays)
+    for version in (-1, 2**63):
+        channel.raw(messages.encode(msgspec.structs.replace(reply, version=version)), *arrays)
     Channel.send(channel, reply, arrays)
 
 

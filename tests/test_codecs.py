@@ -85,7 +85,7 @@ READABLE = {"a list", "a number as info", "a row too few", "a dict where others 
     ("hostname", "versions"),
     [
         ("x" * 256, {}),
-        ("two\nlines", {}),
+        ("two lines\n", {}),
         ("\x1b[2J", {}),
         ("", {"python": "." * 256}),
         ("", {str(n): "" for n in range(101)}),

@@ -257,10 +257,11 @@ class RemoteEnvs:
             objects: dict[int, list[list[Any]]] = {}
             if isinstance(reply, Lost):
                 self.crew.replace([(member, reply)])
-            if isinstance(reply, Lost | Returned):
+            if isinstance(reply, Lost) or (isinstance(reply, Returned) and member.index in self._lost):
                 shards.append(self._report(member, objects))
             else:
-                self._read_stepped(member, reply, shards, objects)
+                with blame(member):
+                    self._read_stepped(member, reply, shards, objects)
             self._objects |= objects
             infos = shards[0].infos if shards else {}
             finished.append((member.index, Outcome(infos, objects.get(member.index, []), [])))

@@ -18,7 +18,7 @@ from clusterenv.errors import WireError
 PROTOCOL = 2
 
 # Shown to people, in errors and logs: of one line, and a short one.
-Name = Annotated[str, Meta(max_length=255, pattern=r"^[ -~]*$")]
+Name = Annotated[str, Meta(max_length=255, pattern=r"\A[ -~]*\Z")]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -233,7 +233,7 @@ class Collected(_Message, tag=27, frozen=True):
     summary: bytes  # values: finished episodes and final observations
     busy_s: float
     first: int  # the first step that has not come in a Part
-    version: int  # of the weights it was made with
+    version: Annotated[int, Meta(ge=0, lt=2**53)]  # of the weights it was made with
 
 
 class Part(_Message, tag=28, frozen=True):

@@ -83,9 +83,9 @@ class HeadSocket:
             ) from error
         port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._keeper, zmq.POLLIN)
-        self._poller.register(self._events, zmq.POLLIN)
+        # In this order: a worker that talks without end must not keep out others, whose keys are asked about.
+        for source in (self._keeper, self._events, self._socket):
+            self._poller.register(source, zmq.POLLIN)
         self._refusals = Complaints(log)
         self.ticket = Ticket(
             endpoint=f"tcp://{Address(advertise.host, advertise.port or port)}",
