@@ -32,7 +32,7 @@ REQUESTS: list[messages.Request] = [
     messages.Measure(CALL, 2, 3, "categorical", values.dumps({"logits": np.zeros((2, 2))})),
     messages.Decide(CALL, None, b"values"),
     messages.Ping(),
-    messages.Truncate(CALL),
+    messages.Truncate(CALL, b"seen"),
 ]
 REPLIES: list[messages.Reply] = [
     messages.Join(messages.PROTOCOL, 0, 4711, "host", {"python": "3.11.2"}),

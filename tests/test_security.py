@@ -144,7 +144,7 @@ def test_a_worker_that_does_not_read_cannot_hold_up_the_head() -> None:
         peer, _ = listen(head)
         letter = bytes(50_000)
         for _ in range(3000):
-            assert head.send(peer, [letter], may_drop=True)
+            assert head.send(peer, [letter], waits=False)
         while head.send(peer, [letter]):  # Until the queues are full, and it took nothing for `silence_s`.
             pass
 

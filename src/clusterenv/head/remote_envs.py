@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from clusterenv.head.batch import ShardInfos, check_infos, merge_infos
-from clusterenv.head.checks import checked_list, expect
+from clusterenv.head.checks import expect, read_objects, read_results
 from clusterenv.head.crew import Arrays, Crew, Loss, Make, lost_error
 from clusterenv.head.failure import blame
 from clusterenv.head.hub import Hub
@@ -98,8 +98,7 @@ class RemoteEnvs:
         self._is_step = False
         self._note: Callable[[dict[int, list[list[Any]]]], None] = _nothing
         self._num_object_leaves = sum(leaf.dtype is None for leaf in plan.observations.leaves)
-        self._is_invoking = False
-        self._num_results = 0  # What `invoke` and `set_attr` return for each environment.
+        self._is_invoking, self._num_results = False, 0  # The latter for each environment.
         self.crew.on_new = self._set_up
         hub.landing = self._landing
 
@@ -153,9 +152,7 @@ class RemoteEnvs:
         Args:
             actions: Anything that can be sliced by environment index; None if they are in the planes already.
         """
-        self._is_invoking = False
-        hub = self.hub
-        self._is_step = True
+        hub, self._is_step, self._is_invoking = self.hub, True, False
         if actions is None and not self._lost:
             if hub.all_share_memory:
                 self.crew.start_once(hub.start_plain_step)
@@ -171,8 +168,7 @@ class RemoteEnvs:
     def invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start calling a method, or reading an attribute, of every environment."""
         arguments = cloudpickle.dumps((args, kwargs))
-        self._is_step, self._note = False, _nothing
-        self._is_invoking, self._num_results = True, 1
+        self._is_step, self._is_invoking, self._num_results, self._note = False, True, 1, _nothing
         self.crew.start(lambda call, _: Invoke(call, name, arguments))
 
     def set_attr(self, name: str, items: Sequence[Any]) -> None:
@@ -187,8 +183,7 @@ class RemoteEnvs:
             self._attributes.pop(name, None)  # The newest last, as they were set.
             self._attributes[name] = ask
 
-        self._is_step, self._note = False, note
-        self._is_invoking, self._num_results = True, 0
+        self._is_step, self._is_invoking, self._num_results, self._note = False, True, 0, note
         self.crew.start(ask)
 
     def finish(self, timeout_s: float | None = None) -> Outcome:
@@ -208,7 +203,7 @@ class RemoteEnvs:
         for member, reply in answers:
             with blame(member):
                 if self._is_invoking:
-                    results += self._read_returned(member, reply)
+                    results += read_results(reply, self._num_results * (member.stop - member.start))
                 elif self._is_step and member.index in self._lost and isinstance(reply, Returned):
                     silent.append(member)  # It was lost before the step, and was told that its episodes are over.
                 else:
@@ -301,7 +296,7 @@ class RemoteEnvs:
                 stepped, lost = expect(Stepped, reply), self._lost[member.index]
                 lost.new_infos = {} if stepped.infos is None else values.loads(stepped.infos)
                 check_infos(lost.new_infos, member.stop - member.start)
-                lost.new_objects = self._read_objects(member, stepped)
+                lost.new_objects = read_objects(stepped, self._num_object_leaves, member.stop - member.start)
         if self._is_step:
             self._ask(lambda call, m: Truncate(call, self._lost[m.index].dump_seen()), members)
 
@@ -383,19 +378,7 @@ class RemoteEnvs:
             check_infos(infos, member.stop - member.start)
             shards.append(ShardInfos(member.start, member.stop, infos))
         if self._num_object_leaves or stepped.columns is not None:
-            objects[member.index] = self._read_objects(member, stepped)
-
-    def _read_objects(self, member: Member, stepped: Stepped) -> list[list[Any]]:
-        """Return a list a leaf, of an object an environment. One too few would shift the rows of all others."""
-        columns = [] if stepped.columns is None else checked_list(values.loads(stepped.columns))
-        return [
-            checked_list(column, member.stop - member.start)
-            for column in checked_list(columns, self._num_object_leaves)
-        ]
-
-    def _read_returned(self, member: Member, reply: Reply) -> list[Any]:
-        results = values.loads(expect(Returned, reply).values)
-        return checked_list(results, self._num_results * (member.stop - member.start))
+            objects[member.index] = read_objects(stepped, self._num_object_leaves, member.stop - member.start)
 
     def share(self, size_bytes: int) -> SharedMemory:
         """Make memory that workers on this machine can open; `close` lets go of it."""
