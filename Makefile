@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types tests bench clean
+.PHONY: help demo test check lint types tests bench fuzz clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,9 @@ types: $(VENV)/.dev
 tests: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+fuzz: $(VENV)/.dev  ## Feed nonsense to the codecs for a while (SECONDS=60)
+	$(BIN)/python scripts/fuzz $(or $(SECONDS),60)
+
 bench: $(VENV)/.dev  ## Install peers, and measure them beside ClusterEnv (BENCH_ARGS=--quick for five minutes)
 	$(BIN)/python -m benchmarks.step $(BENCH_ARGS)
 
@@ -44,5 +47,5 @@ $(VENV)/.base: pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.base
 	@echo "Installing what the tests need (torch and EnvPool among them) ..."
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[dev,torch,envpool,bench]"
+	$(PIP) -e ".[dev,torch,envpool,bench,sb3,mujoco,examples,fuzz]"
 	@touch $@

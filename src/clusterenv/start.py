@@ -10,7 +10,7 @@ from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.factories import pickle_code
 from clusterenv.head.hub import Hub
 from clusterenv.head.remote import Remote
-from clusterenv.head.remote_envs import RemotePlan
+from clusterenv.head.remote_plan import RemotePlan
 from clusterenv.launchers.base import Launcher
 from clusterenv.plan import Plan
 from clusterenv.wire import semaphore

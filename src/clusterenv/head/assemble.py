@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from clusterenv.errors import WireError
 from clusterenv.head.outcome import Collection
 from clusterenv.rollout import Episodes, Finals, Rollout
+from clusterenv.wire.block import Block
 from clusterenv.wire.layout import Layout
 
 Shards = Sequence[tuple[int, int]]
@@ -44,11 +45,18 @@ def assemble(
     block = collection.block
     if env_indices is None:
         env_indices = np.arange(block.rewards.shape[1])
-    try:
-        episodes = _episodes(collection.summaries, shards, len(block.rewards), env_indices)
-        finals = _finals(collection, shards, observations, mode)
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
-        raise WireError(f"A worker's summary of its rollout makes no sense: {error!r}.") from error
+    for summary, (start, stop) in zip(collection.summaries, shards, strict=True):
+        try:
+            _check_episodes(summary["episodes"], stop - start, len(block.rewards))
+            if mode is AutoresetMode.SAME_STEP:
+                _check_finals(summary["finals"], block.columns(start, stop), observations)
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+            raise WireError(
+                f"What the worker of environments {env_indices[start]} to {env_indices[stop - 1]} says of its rollout "
+                f"makes no sense: {repr(error)[:300]}."
+            ) from error
+    episodes = _episodes(collection.summaries, shards, env_indices)
+    finals = _finals(collection, shards, observations, mode)
     return Rollout(
         obs=observations.nest([column[:-1] for column in block.observations]),
         actions=actions.nest(block.actions),
@@ -70,15 +78,35 @@ def assemble(
     )
 
 
-def _episodes(
-    summaries: Sequence[Mapping[str, Any]], shards: Shards, num_steps: int, env_indices: NDArray[np.int64]
-) -> Episodes:
+def _check_episodes(part: Mapping[str, Any], num_rows: int, num_steps: int) -> None:
+    """Check that a shard speaks of its own environments, and says as much of each episode."""
+    count = len(_indices(part["row"], num_rows))
+    for values in (_indices(part["step"], num_steps), part["return"], part["length"]):
+        if values.shape != (count,) or values.dtype.kind not in "if":
+            raise ValueError(f"{count} episodes, but {values.dtype}{values.shape}")
+    if not isinstance(part["info"], list) or len(part["info"]) != count:
+        raise ValueError(f"no list of {count} infos")
+
+
+def _check_finals(part: Mapping[str, Any], columns: Block, layout: Layout) -> None:
+    """Check that a shard has a final observation for each episode that ended in its columns, and no other."""
+    row, step = part["row"], part["step"]
+    order = np.lexsort((row, step))
+    ends = np.nonzero(columns.terminations | columns.truncations)
+    if not (np.array_equal(step[order], ends[0]) and np.array_equal(row[order], ends[1])):
+        raise ValueError("final observations of other episodes than those that ended")
+    if len(row) and len(part["leaves"]) != len(layout.leaves):
+        raise ValueError(f"{len(part['leaves'])} leaves, not {len(layout.leaves)}")
+    for leaf, values in zip(layout.leaves, part["leaves"], strict=False):
+        if values.shape != (len(row), *leaf.shape) or values.dtype.kind not in "biuf":
+            raise ValueError(f"final observations{leaf} are {values.dtype}{values.shape}")
+
+
+def _episodes(summaries: Sequence[Mapping[str, Any]], shards: Shards, env_indices: NDArray[np.int64]) -> Episodes:
     """Put the shards' episodes in order of time, then environment."""
     parts = [summary["episodes"] for summary in summaries]
-    rows = np.concatenate(
-        [_indices(part["row"], stop - start) + start for part, (start, stop) in zip(parts, shards, strict=True)]
-    )
-    steps = np.concatenate([_indices(part["step"], num_steps) for part in parts])
+    rows = np.concatenate([part["row"] + start for part, (start, _) in zip(parts, shards, strict=True)])
+    steps = np.concatenate([part["step"] for part in parts])
     order = np.lexsort((rows, steps))
     infos = [info for part in parts for info in part["info"]]
     return Episodes(
@@ -99,8 +127,6 @@ def _finals(collection: Collection, shards: Shards, layout: Layout, mode: Autore
     parts = [summary["finals"] for summary in collection.summaries]
     rows = np.concatenate([part["row"] + start for part, (start, _) in zip(parts, shards, strict=True)])
     order = np.lexsort((rows, np.concatenate([part["step"] for part in parts])))
-    if len(order) != len(steps):
-        raise ValueError(f"{len(order)} final observations for {len(steps)} finished episodes")
     leaves = []
     for index, leaf in enumerate(layout.leaves):
         stacks = [part["leaves"][index] for part in parts if len(part["row"])]
@@ -113,5 +139,5 @@ def _finals(collection: Collection, shards: Shards, layout: Layout, mode: Autore
 
 def _indices(values: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
     if values.dtype != np.int64 or values.ndim != 1 or (len(values) and not 0 <= values.min() <= values.max() < limit):
-        raise ValueError(f"{values!r} are no indices below {limit}")
+        raise ValueError(f"no indices below {limit}")
     return values

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from clusterenv.errors import WireError
 
 _NUMBERS = "biufc"
+_MAX_DEPTH = 32
 
 
 class ShardInfos(NamedTuple):
@@ -24,10 +25,11 @@ class ShardInfos(NamedTuple):
 def merge_infos(shards: Sequence[ShardInfos], num_envs: int) -> dict[str, Any]:
     """Merge the shards' infos into the whole run's.
 
-    Keys come in the order in which a single process would have met them. Shards must be ordered by `start`.
+    Keys come in the order in which a single process would have met them. Shards must be ordered by `start`, and their
+    infos checked.
 
     Raises:
-        WireError: A shard's infos are not in Gymnasium's vector layout.
+        WireError: One shard has a dict where another has an array.
     """
     keys = dict.fromkeys(key for shard in shards for key in shard.infos)
     return {
@@ -36,24 +38,43 @@ def merge_infos(shards: Sequence[ShardInfos], num_envs: int) -> dict[str, Any]:
     }
 
 
+def check_infos(infos: Any, num_rows: int) -> None:
+    """Check a shard's infos: dicts of dicts, tuples and arrays with a row for each of its environments.
+
+    Raises:
+        WireError: They are not in Gymnasium's vector layout.
+    """
+    if not isinstance(infos, dict):
+        raise WireError(f"Infos are no {type(infos).__name__}.")
+    for key, value in infos.items():
+        _check_info(key, value, num_rows, 0)
+
+
+def _check_info(key: Any, value: Any, num_rows: int, depth: int) -> None:
+    if isinstance(value, np.ndarray):
+        if value.shape[:1] == (num_rows,):
+            return
+    elif isinstance(value, dict | tuple) and depth < _MAX_DEPTH:
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_info(key, part, num_rows, depth + 1)
+        return
+    raise WireError(f"The info {str(key)[:100]!r} is no array with a row for each of {num_rows} environments.")
+
+
 def _merge(key: str, shards: Sequence[ShardInfos], num_envs: int) -> Any:
-    if all(isinstance(shard.infos, dict) for shard in shards):
+    kinds = {type(shard.infos) for shard in shards}
+    if kinds == {dict}:
         return merge_infos(shards, num_envs)
-    if all(isinstance(shard.infos, tuple) for shard in shards):  # Actions of a Tuple space.
+    if len(kinds) > 1 or (kinds == {tuple} and len({len(shard.infos) for shard in shards}) > 1):
+        names = ", ".join(f"{type(s.infos).__name__} for environments {s.start} to {s.stop - 1}" for s in shards)
+        raise WireError(f"Workers do not agree what the info {str(key)[:100]!r} is: {names}.")
+    if kinds == {tuple}:  # Actions of a Tuple space.
         parts = zip(*(shard.infos for shard in shards), strict=True)
         return tuple(
             _merge(key, [ShardInfos(s.start, s.stop, item) for s, item in zip(shards, part, strict=True)], num_envs)
             for part in parts
         )
-    arrays: list[NDArray[Any]] = []
-    for shard in shards:
-        array: Any = shard.infos
-        if not isinstance(array, np.ndarray) or array.shape[:1] != (shard.stop - shard.start,):
-            raise WireError(
-                f"The info {key!r} of environments {shard.start} to {shard.stop - 1} is no array with a row "
-                "for each of them."
-            )
-        arrays.append(array)
+    arrays: list[NDArray[Any]] = [shard.infos for shard in shards]
     if sum(map(len, arrays)) == num_envs and _are_alike(arrays):
         return np.concatenate(arrays)  # The common case: every shard has it.
     merged = _empty(arrays, num_envs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from clusterenv.errors import WireError
 from clusterenv.head.roster import Member
 from clusterenv.wire import messages
 from clusterenv.wire.messages import Reply, Stepped
@@ -88,7 +89,9 @@ class Desks:
                 return True, False
         return True, True
 
-    def listen(self, members: Sequence[Member], timeout_s: float) -> tuple[bool, list[tuple[Member, Reply]]]:
+    def listen(
+        self, members: Sequence[Member], timeout_s: float
+    ) -> tuple[bool, list[tuple[Member, Reply | WireError]]]:
         """Wait for the bell, and take the answers on the desks whether it has rung or not."""
         has_rung = self._the_bell().wait(timeout_s)
         replies = list(self.take(members))
@@ -97,11 +100,10 @@ class Desks:
             self._the_bell().wait(_SETTLE_S)
         return has_rung, replies
 
-    def take(self, members: Sequence[Member]) -> Iterator[tuple[Member, Reply]]:
-        """Yield the answers that lie on the desks; one too large for that comes over the socket, as any other does.
+    def take(self, members: Sequence[Member]) -> Iterator[tuple[Member, Reply | WireError]]:
+        """Yield the answers that lie on the desks, or what is wrong with them.
 
-        Raises:
-            WireError: A mailbox holds nonsense.
+        One too large for a desk comes over the socket, as any other does.
         """
         self.are_awaited = False
         for member in members:
@@ -111,11 +113,14 @@ class Desks:
             if desk.is_plain(member.owes):
                 yield member, Stepped(member.owes, None, None)
                 continue
-            frame = desk.take(member.owes)
-            if frame is None:
-                self.are_awaited = True
-            elif frame:
-                yield member, messages.decode_reply(frame)
+            try:
+                frame = desk.take(member.owes)
+                if frame is None:
+                    self.are_awaited = True
+                elif frame:
+                    yield member, messages.decode_reply(frame)
+            except WireError as error:
+                yield member, error
 
     def _the_bell(self) -> Bell:
         assert self.bell is not None, "there is one where there are desks"

@@ -10,6 +10,7 @@ from clusterenv.errors import LaunchError, WireError
 from clusterenv.head.roster import Member, Roster
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire import messages
+from clusterenv.wire.complaints import Complaints
 from clusterenv.wire.messages import PROTOCOL, Join, Ping, Refused
 from clusterenv.wire.versions import find_conflict, installed_versions
 from clusterenv.wire.zeromq import HeadSocket
@@ -30,6 +31,7 @@ class Door:
         self._versions = installed_versions()
         self._misfit: tuple[int, str] | None = None
         self._heirs: dict[int, tuple[bytes, Join]] = {}
+        self._refusals = Complaints(log)
 
     def welcome(self, peer: bytes, join: Join) -> None:
         """Let a worker in, or tell it why not."""
@@ -50,15 +52,13 @@ class Door:
             else:
                 log.info("%s joined", member)
                 return
-        log.warning("refused a worker (pid %d on %s): %s", join.pid, join.hostname, reason)
-        self._socket.send(peer, [messages.encode(Refused(reason))])
+        self._refusals.note("refused a worker (pid %d on %s): %s", join.pid, join.hostname, reason)
+        self._socket.send(peer, [messages.encode(Refused(reason))], waits=False)
 
     def admit_heir(self, member: Member) -> None:
         """Let in the one who has come in the place of a worker that was lost and has now been given up, if any has."""
         if member.index in self._heirs:
-            peer, join = self._heirs.pop(member.index)
-            self._roster.join(join.worker_index, peer, join.pid, join.hostname)
-            log.info("%s joined", member)
+            self.welcome(*self._heirs.pop(member.index))
 
     def _is_heir(self, join: Join) -> bool:
         """Whether the worker of this number is gone, and nobody has noticed yet, so that this is its successor.

@@ -1,12 +1,28 @@
-"""Failure: an exception of a worker, made again on the head without running anything the worker says."""
+"""Failure: what a worker did wrong, told on the head without running anything the worker says."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
-from clusterenv.errors import WorkerFailed
+from clusterenv.errors import WireError, WorkerFailed
 from clusterenv.head.roster import Member
 from clusterenv.wire.messages import Failed
+
+_MAX_DEPTH = 10
+_HEAP_TYPE = 1 << 9  # CPython's flag of classes that were made by a class statement.
+
+
+@contextlib.contextmanager
+def blame(member: Member) -> Iterator[None]:
+    """Say whose answer it is in which something makes no sense."""
+    try:
+        yield
+    except WireError as error:
+        raise WireError(f"The answer of {member}, makes no sense: {error}") from error
 
 
 def failure_of(member: Member, failed: Failed) -> WorkerFailed:
@@ -31,15 +47,22 @@ def rebuild(module: str, name: str, text: str) -> Exception | None:
     Only types of modules that the head has imported itself are looked up, and no constructor runs: a worker cannot make
     the head import or execute anything.
     """
-    found: object = sys.modules.get(module)
-    for part in name.split("."):
-        # Not getattr: that could run a module's own __getattr__.
-        found = getattr(found, "__dict__", {}).get(part)
-    if not (isinstance(found, type) and issubclass(found, Exception)):
+    found: Any = sys.modules.get(module)
+    for part in name.split(".", _MAX_DEPTH):
+        found = _namespace(found).get(part)
+    if not issubclass(type(found), type) or not issubclass(found, Exception):
         return None
+    # Not the type's own __new__, which may be anybody's, but that of the built-in exception it descends from.
+    builtin = next(base for base in found.__mro__ if not base.__flags__ & _HEAP_TYPE)
     try:
-        # Straight to BaseException: it stores the arguments and calls nothing of the subclass's.
-        error: Exception = BaseException.__new__(found, text)
-    except TypeError:  # A type with a layout of its own, such as OSError's relatives, insists on its own __new__.
-        error = found.__new__(found, text)
+        error: Exception = builtin.__new__(found, text)
+    except TypeError:  # An ExceptionGroup cannot be made from a text.
+        return None
     return error
+
+
+def _namespace(found: Any) -> Any:
+    """Return what a module or class holds, without a word to it: a lazy module would load itself when asked."""
+    if issubclass(type(found), type):
+        return type.__getattribute__(found, "__dict__")
+    return object.__getattribute__(found, "__dict__") if issubclass(type(found), ModuleType) else {}

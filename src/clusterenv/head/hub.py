@@ -22,6 +22,7 @@ from clusterenv.head.vigil import Vigil
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
+from clusterenv.wire.complaints import Complaints
 from clusterenv.wire.messages import Failed, Join, Part, Reply, Request, Stop
 from clusterenv.wire.zeromq import HeadSocket
 
@@ -31,6 +32,8 @@ NOT_HERE = Lost("it has not come yet")
 
 _FAREWELL_S = 0.5  # What the last words to a worker get to leave, if nobody waits for it to end.
 _SLICE_S = 0.1  # How long to sleep at most before looking whether a worker has died.
+_UPKEEP_CALLS = 1024  # How often to read the socket where workers share memory: strangers' knocks pile up there.
+_UPKEEP_S = 1e-3
 
 Landing = Callable[[Member, Reply], Sequence[NDArray[Any]]]
 Accept = Callable[[Member, Reply, Sequence[zmq.Frame]], None]
@@ -48,6 +51,7 @@ class Hub:
         members: The workers, in the order of their environments.
         desks: The conversation with those that share memory.
         landing: Says into which arrays the frames that come with a reply belong.
+        timeouts: How long to wait.
     """
 
     def __init__(self, socket: HeadSocket, fleet: Fleet, shards: list[tuple[int, int]], timeouts: Timeouts) -> None:
@@ -59,14 +63,16 @@ class Hub:
         self._door = Door(socket, fleet, self._roster)
         self._vigil = Vigil(socket, fleet, self._roster.members, timeouts.silence_s)
         self.members = self._roster.members
-        self._timeouts = timeouts
+        self.timeouts = timeouts
         self._replies: list[Reply | Lost | None] = [None] * len(shards)
         self._losses: dict[int, Lost] = {}
         self._call = 0
         self._is_plain = False
         self._is_open = False
         self._awaited: Sequence[Member] = self.members
+        self._looked_at = 0.0
         self._owner_pid = os.getpid()
+        self._refusals = Complaints(log)
 
     def shares_memory(self, member: Member) -> bool:
         """Whether this worker and the head see the same arrays."""
@@ -83,17 +89,7 @@ class Hub:
         Raises:
             LaunchError: A worker ended instead, or they took too long.
         """
-        self._door.await_members(self._pump, self.members, self._timeouts.join_s)
-
-    @property
-    def call_s(self) -> float:
-        """How long to wait for an answer before giving up."""
-        return self._timeouts.call_s
-
-    @property
-    def join_s(self) -> float:
-        """How long to wait for a worker to join before giving up."""
-        return self._timeouts.join_s
+        self._door.await_members(self._pump, self.members, self.timeouts.join_s)
 
     @property
     def call(self) -> int:
@@ -109,7 +105,7 @@ class Hub:
         for member in members:
             if member.peer is None:  # Else it has come back by itself.
                 self._fleet.restart(member.index)
-        self._door.await_members(self._pump, members, self._timeouts.join_s)
+        self._door.await_members(self._pump, members, self.timeouts.join_s)
 
     def rest(self, seconds: float) -> None:
         """Let time pass, and let in who comes."""
@@ -169,7 +165,7 @@ class Hub:
             CallTimeout: None was in time; `collect_some` may be called again.
             WorkerFailed: An environment raised.
         """
-        timeout_s = self._timeouts.call_s if timeout_s is None else timeout_s
+        timeout_s = self.timeouts.call_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while not any(self._replies):
             self._wait_for_news(deadline, timeout_s, has_desks=self.desks.are_in_use)
@@ -183,6 +179,8 @@ class Hub:
         if self._is_open:
             self._finish_abandoned()
         self._call = call = self._call + 1
+        if not call % _UPKEEP_CALLS:
+            self.rest(_UPKEEP_S)
         self._is_plain = self._is_open = True
         self.desks.start_plain(call)
 
@@ -195,7 +193,7 @@ class Hub:
             CallTimeout: One has not answered in time; `collect` may be called again.
             WorkerFailed: An environment or policy raised.
         """
-        if not self._await_answers(self._timeouts.call_s if timeout_s is None else timeout_s):
+        if not self._await_answers(self.timeouts.call_s if timeout_s is None else timeout_s):
             return []
         return self._take_answers(self._awaited)
 
@@ -206,8 +204,8 @@ class Hub:
         for member in self.members:
             self.desks.stop(member)
             if member.peer is not None:  # By both ways: a worker that streams listens to the socket.
-                self._socket.send(member.peer, [messages.encode(Stop())])
-        self._fleet.stop(0.0 if terminate else self._timeouts.close_s if timeout_s is None else timeout_s)
+                self._socket.send(member.peer, [messages.encode(Stop())], waits=False)
+        self._fleet.stop(0.0 if terminate else self.timeouts.close_s if timeout_s is None else timeout_s)
         self._socket.close(0.0 if terminate else _FAREWELL_S)
 
     def _await_answers(self, timeout_s: float) -> bool:
@@ -250,13 +248,14 @@ class Hub:
             self._pump(0.0)
         else:
             has_news = self._pump(slice_s)
-        if not has_news:
+        # Also while there is news: a worker that talks without end must not keep the head from all else.
+        if not has_news or time.monotonic() - self._looked_at > _SLICE_S:
             self._check_missing(deadline, timeout_s)
 
     def _finish_abandoned(self) -> None:
         """Wait for the answers to a call that nobody waits for any more, after Ctrl-C or a timeout, and drop them."""
         log.warning("waiting for call %d, which was interrupted, before the next one", self._call)
-        if self._await_answers(self._timeouts.call_s):
+        if self._await_answers(self.timeouts.call_s):
             for member in self._awaited:
                 self._replies[member.index] = None
 
@@ -283,9 +282,15 @@ class Hub:
         if not self._socket.send(member.peer, [frame, *arrays]):
             self._vigil.suspect(time.monotonic())
 
-    def _settle_all(self, replies: Iterable[tuple[Member, Reply]]) -> None:
+    def _settle_all(self, replies: Iterable[tuple[Member, Reply | WireError]]) -> None:
         for member, reply in replies:
-            self._settle(member, reply)
+            try:
+                if isinstance(reply, WireError):
+                    raise reply
+                self._settle(member, reply)
+            except WireError as error:
+                self._replies[member.index] = loss = Lost(f"it put nonsense into its mailbox: {error}")
+                self.give_up(member, loss)
 
     def _pump(self, timeout_s: float) -> bool:
         """Deal with one message from the socket, if one comes."""
@@ -318,7 +323,7 @@ class Hub:
                 accept(member, reply, frames[1:])
         except WireError as error:
             # As text: a log handler that keeps the error would keep the whole hub by its traceback.
-            log.warning("refused a message from %s: %s", "a stranger" if member is None else member, str(error))
+            self._refusals.note("refused a message from %s: %s", "a stranger" if member is None else member, error)
         return True
 
     def post(self, member: Member, make: Callable[[int], Request], arrays: Sequence[Any] = ()) -> int:
@@ -358,7 +363,7 @@ class Hub:
 
     def _check_missing(self, deadline: float, timeout_s: float) -> None:
         """Note the workers that owe an answer and are lost; raise if time is up for the others."""
-        now = time.monotonic()
+        self._looked_at = now = time.monotonic()
         for member, reason in self._vigil.look(self._roster.debtors(), now):
             self._lose(member, reason)
         if now >= deadline and (missing := self._roster.debtors()):
@@ -371,7 +376,8 @@ class Hub:
     def _lose(self, member: Member, reason: str) -> None:
         """Give a worker up, unless it has left its answer behind."""
         self._settle_all(self.desks.take([member]))
-        while member.owes is not None and self._pump(0.0):
+        until = time.monotonic() + _SLICE_S
+        while member.owes is not None and time.monotonic() < until and self._pump(0.0):
             pass
         if member.owes is None:
             return

@@ -14,17 +14,30 @@ from numpy.typing import NDArray
 from clusterenv.errors import PolicyError, WireError
 from clusterenv.head.checks import checked_dict, expect
 from clusterenv.head.crew import Arrays, Make
+from clusterenv.head.failure import blame
 from clusterenv.head.hub import Hub
 from clusterenv.head.outcome import Collection
-from clusterenv.head.remote_envs import RemoteEnvs, RemotePlan
+from clusterenv.head.remote_envs import RemoteEnvs
+from clusterenv.head.remote_plan import RemotePlan
 from clusterenv.head.roster import Member
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sketch import Measurement, Sketch
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.wire import values
 from clusterenv.wire.arrays import allocate, carver, size_of
-from clusterenv.wire.block import Block, BlockSpec
-from clusterenv.wire.messages import Adopt, Adopted, Collect, Collected, Decide, Measure, Measured, Part, Reply
+from clusterenv.wire.block import Block, BlockSpec, check_specs
+from clusterenv.wire.messages import (
+    Adopt,
+    Adopted,
+    ArraySpec,
+    Collect,
+    Collected,
+    Decide,
+    Measure,
+    Measured,
+    Part,
+    Reply,
+)
 from clusterenv.wire.shared import SharedMemory
 
 
@@ -89,10 +102,19 @@ class Remote(RemoteEnvs):
         self.crew.start(lambda call, _: adoption(call=call, version=version), arrays=lambda _: [block])
         answers, _ = self.crew.answers()
         self._adoption = adoption
-        schemas = {(tuple(a.extras), tuple(a.states)) for _, r in answers for a in [expect(Adopted, r)]}
-        if len(schemas) != 1:
-            raise PolicyError(f"The policy returns different extras or states on different workers: {schemas}.")
-        ((extras, states),) = schemas
+        schemas: dict[int, tuple[tuple[ArraySpec, ...], tuple[ArraySpec, ...]]] = {}
+        for member, reply in answers:
+            with blame(member):
+                adopted = expect(Adopted, reply)
+                check_specs([*adopted.extras, *adopted.states])
+                schemas[member.index] = tuple(adopted.extras), tuple(adopted.states)
+        extras, states = schemas[0]
+        for worker_index, schema in schemas.items():
+            if schema != (extras, states):
+                raise PolicyError(
+                    "The policy returns different extras or states on different workers: "
+                    f"worker 0 {repr((extras, states))[:300]}, worker {worker_index} {repr(schema)[:300]}."
+                )
         self.block_spec = BlockSpec(self.plan.actions, self.plan.observations, extras, states)
 
     def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]], version: int) -> None:
@@ -116,15 +138,19 @@ class Remote(RemoteEnvs):
         self._is_step = False
         self.crew.start_once(lambda: self.hub.start(ask, members))
         answers, _ = self.crew.answers()
-        measured = ((member, expect(Measured, reply)) for member, reply in answers)
-        return {member.index: Measurement(a.divergence, a.standard_error) for member, a in measured}
+        measurements = {}
+        for member, reply in answers:
+            with blame(member):
+                measured = expect(Measured, reply)
+            measurements[member.index] = Measurement(measured.divergence, measured.standard_error)
+        return measurements
 
     def decide(self, version: int, pulls: Sequence[bool], arguments: Mapping[str, Any]) -> None:
         """Start a step in which the workers choose the actions."""
         pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
         # Those that are told of truncated episodes instead do not take the weights now.
         self._new |= {index: self._held[index] for index in self._lost if pulls[index]}
-        self._is_decision = True
+        self._is_decision, self._is_invoking = True, False
         self._start_step(
             *self._with_weights(pulls, lambda call, pulled: Decide(call, version if pulled else None, pickled))
         )
@@ -169,9 +195,10 @@ class Remote(RemoteEnvs):
         busy_s: list[float] = []
         answers, _ = self.crew.answers()
         self._lost.clear()  # A rollout may begin with new episodes: there is nothing to tell.
-        for _, reply in answers:
-            collected = expect(Collected, reply)
-            summaries.append(checked_dict(values.loads(collected.summary)))
+        for member, reply in answers:
+            with blame(member):
+                collected = expect(Collected, reply)
+                summaries.append(checked_dict(values.loads(collected.summary)))
             busy_s.append(collected.busy_s)
         return Collection(block, summaries, busy_s)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,16 +12,17 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from clusterenv.head.batch import ShardInfos, merge_infos
-from clusterenv.head.checks import checked_dict, checked_list, expect
+from clusterenv.head.batch import ShardInfos, check_infos, merge_infos
+from clusterenv.head.checks import expect, read_objects, read_results
 from clusterenv.head.crew import Arrays, Crew, Loss, Make, lost_error
+from clusterenv.head.failure import blame
 from clusterenv.head.hub import Hub
 from clusterenv.head.lost_rows import LostRows
 from clusterenv.head.outcome import Lost, Outcome
+from clusterenv.head.remote_plan import RemotePlan
 from clusterenv.head.roster import Member
 from clusterenv.wire import values
 from clusterenv.wire.arrays import ArrayMaker, allocate, carver, size_of
-from clusterenv.wire.layout import Layout
 from clusterenv.wire.messages import (
     Apply,
     Invoke,
@@ -37,29 +37,6 @@ from clusterenv.wire.messages import (
 )
 from clusterenv.wire.planes import Planes
 from clusterenv.wire.shared import SharedMemory, desks_bytes, planes_memory
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class RemotePlan:
-    """What the workers of a run are to do.
-
-    Attributes:
-        code: A worker's assignment, by the index of its first environment.
-        actions: The layout of one environment's.
-        observations: The layout of one environment's.
-        autoreset_mode: How environments are reset.
-        shares_memory: Whether to offer shared memory; a worker that cannot reach it uses the socket.
-        replaces: Whether lost workers are replaced, rather than raising WorkerLost.
-        join_s: How long making the environments may take.
-    """
-
-    code: Callable[[int], bytes]
-    actions: Layout
-    observations: Layout
-    autoreset_mode: AutoresetMode
-    shares_memory: bool
-    replaces: bool
-    join_s: float
 
 
 class RemoteEnvs:
@@ -97,6 +74,8 @@ class RemoteEnvs:
         self._attributes: dict[str, Make] = {}
         self._is_step = False
         self._note: Callable[[dict[int, list[list[Any]]]], None] = _nothing
+        self._num_object_leaves = sum(leaf.dtype is None for leaf in plan.observations.leaves)
+        self._is_invoking, self._num_results = False, 0  # The latter for each environment.
         self.crew.on_new = self._set_up
         hub.landing = self._landing
 
@@ -141,6 +120,7 @@ class RemoteEnvs:
                 ]
             return Reset(call, chosen, part, pickled)
 
+        self._is_invoking = False
         self.crew.start(ask)
 
     def step(self, actions: Any | None) -> None:
@@ -149,8 +129,7 @@ class RemoteEnvs:
         Args:
             actions: Anything that can be sliced by environment index; None if they are in the planes already.
         """
-        hub = self.hub
-        self._is_step = True
+        hub, self._is_step, self._is_invoking = self.hub, True, False
         if actions is None and not self._lost:
             if hub.all_share_memory:
                 self.crew.start_once(hub.start_plain_step)
@@ -166,7 +145,7 @@ class RemoteEnvs:
     def invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start calling a method, or reading an attribute, of every environment."""
         arguments = cloudpickle.dumps((args, kwargs))
-        self._is_step, self._note = False, _nothing
+        self._is_step, self._is_invoking, self._num_results, self._note = False, True, 1, _nothing
         self.crew.start(lambda call, _: Invoke(call, name, arguments))
 
     def set_attr(self, name: str, items: Sequence[Any]) -> None:
@@ -181,7 +160,7 @@ class RemoteEnvs:
             self._attributes.pop(name, None)  # The newest last, as they were set.
             self._attributes[name] = ask
 
-        self._is_step, self._note = False, note
+        self._is_step, self._is_invoking, self._num_results, self._note = False, True, 0, note
         self.crew.start(ask)
 
     def apply(self, function: Callable[[Any], Any], env_indices: Sequence[int]) -> None:
@@ -204,12 +183,13 @@ class RemoteEnvs:
         objects: dict[int, list[list[Any]]] = {}
         results: list[Any] = []
         for member, reply in answers:
-            if not isinstance(reply, Returned):
-                self._read_stepped(member, reply, shards, objects)
-            elif self._is_step:
-                silent.append(member)  # It was lost before the step, and was told that its episodes are over.
-            else:
-                results += checked_list(values.loads(reply.values))
+            with blame(member):
+                if self._is_invoking:
+                    results += read_results(reply, self._num_results * (member.stop - member.start))
+                elif self._is_step and member.index in self._lost and isinstance(reply, Returned):
+                    silent.append(member)  # It was lost before the step, and was told that its episodes are over.
+                else:
+                    self._read_stepped(member, reply, shards, objects)
         if self._is_step:
             shards += [self._report(member, objects) for member in silent]
         else:
@@ -254,10 +234,11 @@ class RemoteEnvs:
             objects: dict[int, list[list[Any]]] = {}
             if isinstance(reply, Lost):
                 self.crew.replace([(member, reply)])
-            if isinstance(reply, Lost | Returned):
+            if isinstance(reply, Lost) or (isinstance(reply, Returned) and member.index in self._lost):
                 shards.append(self._report(member, objects))
             else:
-                self._read_stepped(member, reply, shards, objects)
+                with blame(member):
+                    self._read_stepped(member, reply, shards, objects)
             self._objects |= objects
             infos = shards[0].infos if shards else {}
             finished.append((member.index, Outcome(infos, objects.get(member.index, []), [])))
@@ -293,9 +274,11 @@ class RemoteEnvs:
             if member.index not in self._lost:
                 self._lost[member.index] = LostRows(self._rows[member.index], self._objects.get(member.index))
         for member, reply in self._ask(lambda call, m: Reset(call, list(self.crew.seeds_of(m)), None, None), members):
-            stepped, lost = expect(Stepped, reply), self._lost[member.index]
-            lost.new_infos = {} if stepped.infos is None else checked_dict(values.loads(stepped.infos))
-            lost.new_objects = [] if stepped.columns is None else checked_list(values.loads(stepped.columns))
+            with blame(member):
+                stepped, lost = expect(Stepped, reply), self._lost[member.index]
+                lost.new_infos = {} if stepped.infos is None else values.loads(stepped.infos)
+                check_infos(lost.new_infos, member.stop - member.start)
+                lost.new_objects = read_objects(stepped, self._num_object_leaves, member.stop - member.start)
         if self._is_step:
             self._ask(lambda call, m: Truncate(call, self._lost[m.index].dump_seen()), members)
 
@@ -373,9 +356,11 @@ class RemoteEnvs:
     ) -> None:
         stepped = expect(Stepped, reply)
         if stepped.infos is not None:
-            shards.append(ShardInfos(member.start, member.stop, values.loads(stepped.infos)))
-        if stepped.columns is not None:
-            objects[member.index] = checked_list(values.loads(stepped.columns))
+            infos = values.loads(stepped.infos)
+            check_infos(infos, member.stop - member.start)
+            shards.append(ShardInfos(member.start, member.stop, infos))
+        if self._num_object_leaves or stepped.columns is not None:
+            objects[member.index] = read_objects(stepped, self._num_object_leaves, member.stop - member.start)
 
     def share(self, size_bytes: int) -> SharedMemory:
         """Make memory that workers on this machine can open; `close` lets go of it."""

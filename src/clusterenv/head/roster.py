@@ -63,6 +63,8 @@ class Roster:
             raise WireError(f"there is no worker {worker_index}, this run has {len(self.members)}")
         if member.peer is not None:
             raise WireError(f"worker {worker_index} has joined already")
+        if peer in self._by_peer:
+            raise WireError(f"it has joined already, as worker {self._by_peer[peer].index}")
         member.peer, member.pid, member.hostname = peer, pid, hostname
         self._by_peer[peer] = member
         return member

@@ -141,15 +141,17 @@ class Stream:
             raise StopIteration
         self._publisher.notice(self._policy)
         started = time.monotonic()
-        while self._hub.listen(0.0, self._accept):  # What came while the learner learned, and no more than that.
+        # What came while the learner learned, and no more than that.
+        while time.monotonic() - started < _LOOK_S and self._hub.listen(0.0, self._accept):
             pass
         self._discard_old()
         try:
             while self._failure is None and self._count_ready() < self._num_envs:
                 self._tend()
-                if not self._hub.listen(_SLICE_S, self._accept) and time.monotonic() - started > self._hub.call_s:
+                self._hub.listen(_SLICE_S, self._accept)
+                if time.monotonic() - started > self._hub.timeouts.call_s and self._count_ready() < self._num_envs:
                     raise CallTimeout(
-                        f"No rollout came within {self._hub.call_s:g} s. Environments may be slow or hang; "
+                        f"No rollout came within {self._hub.timeouts.call_s:g} s. Environments may be slow or hang; "
                         "Timeouts(call_s=...) gives them longer."
                     )
                 self._discard_old()
@@ -328,7 +330,7 @@ class Stream:
 
     def _drain(self, owing: dict[int, int]) -> None:
         """Wait until workers have heard that the stream has ended, each after the rollout it is making."""
-        deadline = time.monotonic() + self._hub.call_s
+        deadline = time.monotonic() + self._hub.timeouts.call_s
 
         def accept(member: Member, reply: Reply, frames: Sequence[zmq.Frame]) -> None:
             if isinstance(reply, Returned) and owing.get(member.index) == reply.call:
@@ -336,9 +338,11 @@ class Stream:
             elif isinstance(reply, Collected):
                 self._receive(self._lanes[member.index], reply, frames)
 
+        look_at = time.monotonic() + _LOOK_S
         while owing:
-            if self._hub.listen(_SLICE_S, accept):
+            if self._hub.listen(_SLICE_S, accept) and time.monotonic() < look_at:
                 continue
+            look_at = time.monotonic() + _LOOK_S
             members = [self._lanes[index].member for index in owing]
             lost = self._hub.look_for_losses(members)
             if time.monotonic() > deadline:

@@ -63,8 +63,8 @@ class Succession:
                 self._hub.restart_soon(member)
                 lane.tasks = self._tasks_for(lane)
         elif member.peer is None:
-            if now - lane.lost_at > self._hub.join_s:
-                self.begin(lane, Lost(f"its replacement did not join within {self._hub.join_s:g} s"), now)
+            if now - lane.lost_at > self._hub.timeouts.join_s:
+                self.begin(lane, Lost(f"its replacement did not join within {self._hub.timeouts.join_s:g} s"), now)
         elif not lane.tasks:
             assert lane.loss is not None, "it is a successor"
             self._crew.note_replaced(member, lane.loss, now - lane.lost_at)

@@ -6,6 +6,7 @@ place, environments straight into the row that the policy reads next. Elsewhere 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clusterenv.errors import ConfigError
+from clusterenv.errors import ConfigError, WireError
 from clusterenv.wire.arrays import ArrayMaker
+from clusterenv.wire.dtypes import checked_dtype, checked_shape
 from clusterenv.wire.layout import Layout, Leaf
 from clusterenv.wire.messages import ArraySpec
-from clusterenv.wire.values import checked_dtype
+
+_MAX_ROW_BYTES = 1 << 26  # What a policy returns for one environment at one step, in one array.
 
 
 @dataclass(eq=False, repr=False)
@@ -151,5 +154,19 @@ def describe(arrays: dict[str, NDArray[Any]]) -> list[ArraySpec]:
     return [ArraySpec(name, array.dtype.str, array.shape[1:]) for name, array in arrays.items()]
 
 
+def check_specs(specs: Sequence[ArraySpec]) -> None:
+    """Check what a worker says its policy returns.
+
+    Raises:
+        WireError: No rollout can hold such arrays.
+    """
+    for spec in specs:
+        if math.prod(checked_shape(spec.shape)) * checked_dtype(spec.dtype).itemsize > _MAX_ROW_BYTES:
+            raise WireError(f"An extra or state {spec.name[:100]!r} of {spec.dtype}{spec.shape} is too large.")
+
+
 def _make_named(specs: Sequence[ArraySpec], lead: tuple[int, ...], make: ArrayMaker) -> dict[str, NDArray[Any]]:
-    return {spec.name: make(lead, Leaf((spec.name,), checked_dtype(spec.dtype), spec.shape)) for spec in specs}
+    return {
+        spec.name: make(lead, Leaf((spec.name,), checked_dtype(spec.dtype), checked_shape(spec.shape)))
+        for spec in specs
+    }

@@ -8,13 +8,17 @@ cloudpickle, from the head to the workers only.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from clusterenv.errors import WireError
 
 PROTOCOL = 2
+
+# Shown to people, in errors and logs: of one line, and a short one.
+Name = Annotated[str, Meta(max_length=255, pattern=r"\A[ -~]*\Z")]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -177,8 +181,8 @@ class Join(msgspec.Struct, tag=20, frozen=True, array_like=True):
     protocol: int
     worker_index: int
     pid: int
-    hostname: str
-    versions: dict[str, str] = {}
+    hostname: Name
+    versions: Annotated[dict[Name, Name], Meta(max_length=100)] = {}
 
 
 class Ready(_Message, tag=21, frozen=True):
@@ -237,7 +241,7 @@ class Collected(_Message, tag=27, frozen=True):
     summary: bytes  # values: finished episodes and final observations
     busy_s: float
     first: int  # the first step that has not come in a Part
-    version: int  # of the weights it was made with
+    version: Annotated[int, Meta(ge=0, lt=2**53)]  # of the weights it was made with
 
 
 class Part(_Message, tag=28, frozen=True):

@@ -16,6 +16,7 @@ was filled. They are plain: a length that says so, and the call's number.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import struct
@@ -49,9 +50,11 @@ class SharedMemory:
 
     def __init__(self, size_bytes: int) -> None:
         """Make `size_bytes` of memory; its pages are zero."""
-        self._descriptor: int | None = os.memfd_create("clusterenv", os.MFD_CLOEXEC)
+        self._descriptor: int | None = os.memfd_create("clusterenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # The spare line lets an array of no elements begin at the very end.
         os.ftruncate(self._descriptor, _NONCE_BYTES + size_bytes + semaphore.SIZE_BYTES)
+        # Whoever could shrink it would kill the head with the next access to what is gone.
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         whole = memory_map.map_file(self._descriptor)
         nonce = secrets.token_bytes(16)
         whole[: len(nonce)] = nonce

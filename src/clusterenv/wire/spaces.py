@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from gymnasium import Space
 from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscrete, OneOf, Sequence, Text, Tuple
 
 from clusterenv.errors import WireError
+from clusterenv.wire.dtypes import checked_dtype, checked_shape
 
 
 def describe(space: Space[Any]) -> list[Any] | None:
@@ -50,13 +52,16 @@ def build(description: list[Any]) -> Space[Any]:
     kind, parts = description
     match kind, parts:
         case "Box", [low, high, shape, dtype]:
-            return Box(low, high, shape=tuple(shape), dtype=dtype)
+            # Bounds of one number each would be spread over the shape, however large that is.
+            if not np.shape(low) == np.shape(high) == checked_shape(shape):
+                raise WireError("The bounds of a Box do not have its shape.")
+            return Box(low, high, shape=tuple(shape), dtype=checked_dtype(dtype).type)
         case "Discrete", [n, start, dtype]:
-            return Discrete(n, start=start, dtype=dtype)
+            return Discrete(n, start=start, dtype=checked_dtype(dtype).type)
         case "MultiDiscrete", [nvec, start, dtype]:
-            return MultiDiscrete(nvec, start=start, dtype=dtype)
+            return MultiDiscrete(nvec, start=start, dtype=checked_dtype(dtype).type)
         case "MultiBinary", [shape]:
-            return MultiBinary(shape)
+            return MultiBinary(checked_shape(shape))
         case "Text", [min_length, max_length, charset]:
             return Text(max_length, min_length=min_length, charset=charset)
         case "Dict", [keys, inner]:

@@ -21,17 +21,20 @@ from gymnasium.spaces import GraphInstance
 
 from clusterenv.errors import WireError
 from clusterenv.wire import spaces
+from clusterenv.wire.dtypes import PLAIN_KINDS, checked_dtype, checked_shape
 
 _TUPLE, _SET, _FROZENSET, _ITEMS, _BIGINT, _COMPLEX, _SURROGATES = 1, 2, 3, 4, 5, 6, 7
 _ARRAY, _OBJECTS, _SCALAR, _GENERATOR = 10, 11, 12, 13
 _GRAPH, _SPACE, _SPEC, _REMOTE = 20, 21, 22, 23
 
-_PLAIN_KINDS = frozenset("biufcSUmM")  # Kinds of numpy dtypes whose bytes are data and nothing else.
 _BIT_GENERATORS = {
     cls.__name__: cls
     for cls in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 }
 _MAX_BIGINT_BYTES = 4096  # int.from_bytes is linear, but printing such a number later is not.
+_MAX_EMPTY_STRINGS = 4096  # In an array of strings of no length: it takes no bytes here, but would on the head.
+_MAX_NAME, _MAX_TEXT = 200, 1000
+_MAX_CODE_POINT = 0x10FFFF
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def _lower(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return _lower_array(value)
     if isinstance(value, np.generic):
-        if value.dtype.kind in _PLAIN_KINDS:
+        if value.dtype.kind in PLAIN_KINDS:
             data = value.tobytes()[: value.dtype.itemsize]  # numpy gives an empty string one byte.
             return _ext(_SCALAR, [value.dtype.str, data])
         return _lower_remote(value)
@@ -157,7 +160,7 @@ def _lower_bigint(value: int) -> msgspec.msgpack.Ext:
 
 
 def _lower_array(value: np.ndarray) -> Any:
-    if value.dtype.kind in _PLAIN_KINDS:
+    if value.dtype.kind in PLAIN_KINDS:
         return _ext(_ARRAY, [value.dtype.str, value.shape, value.tobytes()])
     if value.dtype.kind == "O":
         return _ext(_OBJECTS, [value.shape, [_lower(item) for item in value.ravel()]])
@@ -167,7 +170,7 @@ def _lower_array(value: np.ndarray) -> Any:
 def _lower_remote(value: object) -> msgspec.msgpack.Ext:
     cls = type(value)
     try:
-        text = repr(value)[:1000]
+        text = repr(value)[:_MAX_TEXT]
     except Exception as error:  # noqa: BLE001 - a user's __repr__ may raise anything, and must not end the run
         text = f"<repr failed: {error}>"
     return _ext(_REMOTE, [f"{cls.__module__}.{cls.__qualname__}", text])
@@ -182,72 +185,71 @@ def _raise(code: int, data: memoryview) -> Any:
     if code == _SURROGATES:
         return bytes(data).decode(errors="surrogatepass")
     tree = _decoder.decode(data)
-    if code == _ARRAY:
-        return _raise_array(*tree)
-    if code == _REMOTE:
-        type_name, text = tree
-        warnings.warn(
-            f"A {type_name} stayed on its worker: it cannot travel without pickle. Its text arrived instead.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return RemoteObject(str(type_name), str(text))
     if code == _SPEC:
         return EnvSpec.from_json(tree)
+    if type(tree) is not list:  # Bytes, of all things, could be unpacked too, into eight times their size.
+        raise WireError(f"An extension {code} holds a {type(tree).__name__} where a list was expected.")
+    if code == _ARRAY:
+        return _raise_array(*tree)
     if code in _SEQUENCES:
         return _SEQUENCES[code](tree)
     return _RAISERS[code](*tree)
 
 
-def _raise_items(*items: list[Any]) -> dict[Any, Any]:
-    return dict(items)
+def _raise_remote(type_name: object, text: object) -> RemoteObject:
+    found = RemoteObject(str(type_name)[:_MAX_NAME], str(text)[:_MAX_TEXT])
+    warnings.warn(
+        f"A {found.type_name} stayed on its worker: it cannot travel without pickle. Its text arrived instead.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return found
 
 
-def checked_dtype(text: str) -> np.dtype[Any]:
-    """Read a dtype from the wire, refusing those whose bytes would be pointers or records."""
-    dtype = np.dtype(text)
-    if dtype.kind not in _PLAIN_KINDS or dtype.hasobject:
-        raise WireError(f"An array of dtype {dtype} cannot travel.")
-    return dtype
-
-
-def _checked_shape(shape: list[int]) -> tuple[int, ...]:
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise WireError(f"{shape} is no shape.")
-    return tuple(shape)
-
-
-def _raise_array(dtype: str, shape: list[int], data: bytes) -> np.ndarray:
-    checked, size = checked_dtype(dtype), _checked_shape(shape)
-    if math.prod(size) * checked.itemsize != len(data):
-        raise WireError(f"An array of shape {size} and dtype {checked} does not have {len(data)} bytes.")
+def _raise_array(dtype: object, shape: list[int], data: bytes) -> np.ndarray:
+    checked, size = checked_dtype(dtype), checked_shape(shape)
+    count = math.prod(size)
+    if type(data) is not bytes or count * checked.itemsize != len(data):
+        raise WireError(f"An array of shape {size} and dtype {checked} does not have these bytes.")
     if not data:
-        return np.empty(size, checked)
-    return np.frombuffer(bytearray(data), checked).reshape(size)
+        if count > _MAX_EMPTY_STRINGS:
+            raise WireError(f"{count} strings of no length are too many.")
+        return np.zeros(size, checked)
+    if checked.kind == "b":
+        # A byte other than 0 or 1 is no bool; numpy's behaviour with one is undefined.
+        return np.not_equal(np.frombuffer(data, np.uint8), 0).reshape(size)
+    flat = np.frombuffer(bytearray(data), checked)
+    if checked.kind == "U" and flat.view(f"{checked.str[0]}u4").max() > _MAX_CODE_POINT:
+        raise WireError("An array of text holds what is no character.")
+    return flat.reshape(size)
 
 
 def _raise_objects(shape: list[int], items: list[Any]) -> np.ndarray:
-    size = _checked_shape(shape)
-    if math.prod(size) != len(items):
-        raise WireError(f"An array of shape {size} does not have {len(items)} items.")
+    size = checked_shape(shape)
+    if type(items) is not list or math.prod(size) != len(items):
+        raise WireError(f"An array of shape {size} does not have these items.")
     flat = np.empty(len(items), dtype=object)
     for index, item in enumerate(items):
         flat[index] = item
     return flat.reshape(size)
 
 
-def _raise_scalar(dtype: str, data: bytes) -> Any:
-    checked = checked_dtype(dtype)
-    if checked.itemsize != len(data):
-        raise WireError(f"A scalar of dtype {checked} does not have {len(data)} bytes.")
-    if not data:  # An empty string has no bytes to read.
-        return checked.type()
-    return np.frombuffer(data, checked)[0]
+def _raise_scalar(dtype: object, data: bytes) -> Any:
+    array = _raise_array(dtype, [], data)
+    return array.dtype.type() if not data else array[()]  # An empty string has no bytes to read.
 
 
 def _raise_generator(name: str, state: dict[str, Any]) -> np.random.Generator:
     bits: Any = _BIT_GENERATORS[name]()
     bits.state = state
+    # numpy does not check where in its buffer a generator is said to be, and would read from there.
+    taken = bits.state
+    position, size = {
+        "MT19937": lambda: (taken["state"]["pos"], len(taken["state"]["key"])),
+        "Philox": lambda: (taken["buffer_pos"], len(taken["buffer"])),
+    }.get(name, lambda: (0, 0))()
+    if not 0 <= position <= size:
+        raise WireError(f"A {name} cannot be at position {position} of {size}.")
     return np.random.Generator(bits)
 
 
@@ -257,14 +259,14 @@ _SEQUENCES: dict[int, Any] = {
     _TUPLE: tuple,
     _SET: set,
     _FROZENSET: frozenset,
-    _ITEMS: lambda items: _raise_items(*items),
+    _ITEMS: dict,
     _SPACE: spaces.build,
 }
 _RAISERS: dict[int, Any] = {
     _COMPLEX: complex,
-    _ARRAY: _raise_array,
     _OBJECTS: _raise_objects,
     _SCALAR: _raise_scalar,
     _GENERATOR: _raise_generator,
     _GRAPH: GraphInstance,
+    _REMOTE: _raise_remote,
 }

@@ -16,6 +16,7 @@ from zmq.utils import z85
 
 from clusterenv.errors import ConfigError
 from clusterenv.wire.address import Address
+from clusterenv.wire.complaints import Complaints
 from clusterenv.wire.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ _HEARTBEAT_MS = 1_000
 _HANDSHAKE_MS = 10_000  # Whoever connects and says nothing is sent away after this.
 _WORKER_SILENCE_MS = 30_000  # A head that says nothing for this long is gone, or cut off.
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_EVENTS_ENDPOINT = "inproc://clusterenv.events"
+_ENOUGH_EVENTS = 1000  # To read in one go: strangers may come faster than they can be counted.
 
 Frames = list[zmq.Frame]
 
@@ -58,12 +61,18 @@ class HeadSocket:
         self._socket.handshake_ivl = _HANDSHAKE_MS
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = int(silence_s * 1000)
+        self._socket.sndtimeo = int(silence_s * 1000)
         self._socket.curve_server = True
         self._socket.curve_publickey = head_public
         self._socket.curve_secretkey = head_secret
         self._socket.zap_domain = b"clusterenv"
-        self._events = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._hangups = 0
+        self._events = self._context.socket(zmq.PAIR)
         self._events.linger = 0
+        # Without limit: when its queue is full, ZeroMQ's own thread waits for us to read, and nothing moves any more.
+        self._events.rcvhwm = 0
+        self._socket.monitor(_EVENTS_ENDPOINT, zmq.EVENT_DISCONNECTED)
+        self._events.connect(_EVENTS_ENDPOINT)
         try:
             self._socket.bind(f"tcp://{listen}")  # ZeroMQ, too, reads port 0 as any that is free.
         except zmq.ZMQError as error:
@@ -74,8 +83,10 @@ class HeadSocket:
             ) from error
         port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._keeper, zmq.POLLIN)
+        # In this order: a worker that talks without end must not keep out others, whose keys are asked about.
+        for source in (self._keeper, self._events, self._socket):
+            self._poller.register(source, zmq.POLLIN)
+        self._refusals = Complaints(log)
         self.ticket = Ticket(
             endpoint=f"tcp://{Address(advertise.host, advertise.port or port)}",
             head_key=head_public.decode(),
@@ -84,22 +95,24 @@ class HeadSocket:
         )
 
     def send(self, peer: bytes, frames: Sequence[Any], *, waits: bool = True) -> bool:
-        """Send to a worker; False if it is gone.
+        """Send to a worker; False if it is gone, or takes nothing.
 
         Arrays are not copied: they must not change until the worker has answered.
 
         Args:
             peer: The worker.
             frames: The message.
-            waits: Whether to wait if the worker has not read the last thousand messages, rather than drop this one.
+            waits: Whether to wait if the worker has not read the last thousand messages, at most until it counts as
+                silent, rather than drop this one.
         """
         try:
             self._socket.send_multipart([peer, *frames], 0 if waits else zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return not waits
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 return False
-            if error.errno != zmq.EAGAIN or waits:
-                raise
+            raise
         return True
 
     def receive(self, timeout_s: float) -> tuple[bytes, Frames] | None:
@@ -110,6 +123,8 @@ class HeadSocket:
         for source, _ in self._poller.poll(int(timeout_s * 1000)):
             if source is self._keeper:
                 self._answer_keeper()
+            elif source is self._events:
+                self._read_events()
             else:
                 peer, *frames = self._socket.recv_multipart(copy=False)
                 return peer.bytes, frames
@@ -117,10 +132,8 @@ class HeadSocket:
 
     def count_hangups(self) -> int:
         """Return how many connections have ended since the last time; ZeroMQ does not say whose."""
-        count = 0
-        while self._events.poll(0):
-            self._events.recv_multipart()
-            count += 1
+        self._read_events()
+        count, self._hangups = self._hangups, 0
         return count
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -131,12 +144,19 @@ class HeadSocket:
         self._keeper.close(linger=0)
         self._context.term()
 
+    def _read_events(self) -> None:
+        for _ in range(_ENOUGH_EVENTS):
+            if not self._events.poll(0):
+                return
+            self._events.recv_multipart()
+            self._hangups += 1
+
     def _answer_keeper(self) -> None:
         """Let in exactly the run's own key (RFC 27, ZAP)."""
         version, request_id, _domain, address, _identity, mechanism, *credentials = self._keeper.recv_multipart()
         is_ours = mechanism == b"CURVE" and credentials == [self._worker_key]
         if not is_ours:
-            log.warning("refused a connection from %s: it does not hold this run's key", address.decode())
+            self._refusals.note("refused a connection from %s: it does not hold this run's key", address.decode())
         status, text = (b"200", b"OK") if is_ours else (b"400", b"not a worker of this run")
         self._keeper.send_multipart([version, request_id, status, text, b"", b""])
 
