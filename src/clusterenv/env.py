@@ -50,6 +50,7 @@ class ClusterEnv(BackedVectorEnv):
         env_kwargs: dict[str, Any] | None = None,
         sync: SyncRule | None = None,
         on_loss: str = "replace",
+        min_workers: int | None = None,
         on_env_error: str = "raise",
         timeouts: Timeouts | None = None,
         listen: str | None = None,
@@ -76,6 +77,8 @@ class ClusterEnv(BackedVectorEnv):
             on_loss: What happens when a worker dies, hangs or vanishes. "replace" starts a new one and makes its
                 environments again: `step` returns their rows truncated, with `info["worker_lost"]`, and `rollout`
                 collects them anew. "raise" raises WorkerLost.
+            min_workers: Begin when this many workers are there. `stream` uses those that are; the others take part as
+                they come. All other calls wait for all.
             on_env_error: What happens when an environment raises. "raise" raises WorkerFailed. "reset" truncates its
                 episode, with `info["env_error"]`, and goes on; see docs/reliability.md.
             timeouts: How long to wait for workers to join, answer and end.
@@ -95,12 +98,15 @@ class ClusterEnv(BackedVectorEnv):
             listen=listen,
             advertise=advertise,
             on_loss=on_loss,
+            min_workers=min_workers,
             on_env_error=on_env_error,
             timeouts=timeouts or Timeouts(),
         )
         self.num_envs = factories.num_envs
         launcher = launcher or LocalLauncher()
         self.num_workers = count_workers(num_workers, self.num_envs, launcher)
+        if min_workers is not None and not 1 <= min_workers <= self.num_workers:
+            raise ConfigError(f"min_workers must be 1 to num_workers={self.num_workers}, got {min_workers}.")
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.observation_mode = observation_mode
         self.copy = copy
@@ -246,13 +252,15 @@ class ClusterEnv(BackedVectorEnv):
         self._check_idle("stream")
         wish = StreamWish(num_steps=num_steps, num_envs=num_envs, in_flight=in_flight, max_lag=max_lag, values=values)
         policy = self._policy_of(agent)
-        self._ensure_reset()
         if num_envs > self.num_envs:
             raise ConfigError(f"num_envs={num_envs}, but there are only {self.num_envs} environments.")
         if isinstance(self._backend, Inline):
+            self._ensure_reset()
             self._stream = InlineStream(lambda current: self._conductor.rollout(policy, num_steps, current), values)
         else:
-            self._stream = self._conductor.stream(self._backend, policy, wish)
+            with self._backend.crew.without_late():
+                self._ensure_reset()
+                self._stream = self._conductor.stream(self._backend, policy, wish)
         return self._stream
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:

@@ -31,6 +31,7 @@ class Options:
     listen: str | None = None
     advertise: str | None = None
     on_loss: str = "replace"
+    min_workers: int | None = None
     on_env_error: str = "raise"
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -89,7 +90,7 @@ def start_workers(
             start: pickle_code(plan.assignment(start, stop), f"The factory of environments {start} to {stop - 1}")
             for start, stop in shards
         }
-        hub.gather_workers()
+        hub.gather_workers(num_workers if options.min_workers is None else options.min_workers)
         remote = Remote(
             hub,
             RemotePlan(
@@ -103,7 +104,7 @@ def start_workers(
             ),
         )
         remote.open()
-        if options.transport == "shm" and not hub.all_share_memory:
+        if options.transport == "shm" and not all(hub.shares_memory(m) for m in hub.members if m.is_ready):
             raise LaunchError(
                 "transport='shm', but a worker cannot reach the head's shared memory: it runs on another machine, in "
                 "another container or as another user. transport='auto' uses ZeroMQ for such workers."

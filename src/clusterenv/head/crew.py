@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,7 @@ class Crew:
         self._entropy: int | None = None
         self._redo: tuple[Make, Arrays] | None = None
         self._given: dict[int, tuple[Member, Reply]] = {}
+        self._waits_for_late = True
         if memory is not None:
             hub.desks.bell = Bell(memory.memory, initialise=True)
 
@@ -152,7 +154,7 @@ class Crew:
             WorkerLost: A worker is lost, and is not to be replaced, or was too often.
         """
         while pending := self._hub.collect(timeout_s):
-            lost = [(member, reply) for member, reply in pending if isinstance(reply, Lost)]
+            lost = [(m, reply) for m, reply in pending if isinstance(reply, Lost) and self._is_wanted(m)]
             self._given |= {m.index: (m, reply) for m, reply in pending if not isinstance(reply, Lost)}
             for member, reply in pending:
                 if isinstance(reply, Collected):
@@ -166,6 +168,18 @@ class Crew:
             make, arrays = self._redo
             self._hub.start(make, members, arrays)
         return self._in_order(), []
+
+    @contextlib.contextmanager
+    def without_late(self) -> Iterator[None]:
+        """Do not wait for workers that have not come yet: what is asked within is asked of the others."""
+        self._waits_for_late = False
+        try:
+            yield
+        finally:
+            self._waits_for_late = True
+
+    def _is_wanted(self, member: Member) -> bool:
+        return self._waits_for_late or not member.is_late
 
     def _in_order(self) -> list[tuple[Member, Reply]]:
         return [self._given[index] for index in sorted(self._given)]
@@ -202,6 +216,10 @@ class Crew:
     def note_replaced(self, member: Member, loss: Lost, recovery_s: float) -> None:
         """Write down that a new worker has taken over."""
         self._records[member.index].last_call = self._hub.call
+        if member.is_late:
+            member.is_late = False
+            log.info("%s, takes part from now on", member)
+            return
         self.losses.append(
             Loss(
                 worker_index=member.index,
@@ -224,9 +242,12 @@ class Crew:
         Raises:
             WorkerLost: This was once too often, or losses are to be raised.
         """
+        record, call = self._records[member.index], self._hub.call
+        if member.is_late:
+            record.seeds = self._fresh_seeds(member, 0)
+            return 0.0
         if not self._replaces:
             raise lost_error(member, loss)
-        record, call = self._records[member.index], self._hub.call
         if has_achieved is None:
             has_achieved = record.has_collected or call - record.last_call > _NEARBY_CALLS
         record.in_a_row = 1 if has_achieved else record.in_a_row + 1
@@ -235,12 +256,15 @@ class Crew:
         if record.in_a_row > _MAX_IN_A_ROW:
             raise lost_error(member, Lost(f"{_MAX_IN_A_ROW} replacements in a row were lost, too. {loss.reason}"))
         log.warning("%s, is lost and will be replaced: %s", member, loss.reason)
-        words = [self._entropy or 0, member.index, len(self.losses), record.in_a_row]
+        record.seeds = self._fresh_seeds(member, record.in_a_row)
+        return _BACK_OFF_S * (record.in_a_row - 1)
+
+    def _fresh_seeds(self, member: Member, attempt: int) -> list[int]:
+        words = [self._entropy or 0, member.index, len(self.losses), attempt]
         sequence = np.random.SeedSequence(words if self._entropy is not None else None)
         # Consecutive, as Gymnasium spreads a seed: native vector environments take no list.
         first = int(sequence.generate_state(1)[0]) % 2**31
-        record.seeds = list(range(first, first + member.stop - member.start))
-        return _BACK_OFF_S * (record.in_a_row - 1)
+        return list(range(first, first + member.stop - member.start))
 
 
 def lost_error(member: Member, loss: Lost) -> WorkerLost:

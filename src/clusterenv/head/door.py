@@ -70,13 +70,20 @@ class Door:
             return False
         return not self._socket.send(member.peer, [messages.encode(Ping())], waits=False)
 
-    def await_members(self, pump: Callable[[float], object], members: Sequence[Member], timeout_s: float) -> None:
+    def await_members(
+        self,
+        pump: Callable[[float], object],
+        members: Sequence[Member],
+        timeout_s: float,
+        at_least: int | None = None,
+    ) -> None:
         """Wait until these workers have joined, saying now and then what is waited for.
 
         Args:
             pump: Deals with messages for at most so many seconds.
             members: Whom to wait for.
             timeout_s: How long.
+            at_least: How many of them are enough; by default all.
 
         Raises:
             LaunchError: One ended instead or does not fit the head, or they took too long.
@@ -84,7 +91,8 @@ class Door:
         started = said_at = time.monotonic()
         said = ""
         self._misfit = None
-        while missing := [member for member in members if member.peer is None]:
+        spare = 0 if at_least is None else len(members) - at_least
+        while len(missing := [member for member in members if member.peer is None]) > spare:
             pump(_SLICE_S)
             self._check_ends(missing)
             now = time.monotonic()

@@ -83,13 +83,15 @@ class Hub:
         """Whether every worker is here, and sees the same arrays as the head."""
         return self.desks.are_complete
 
-    def gather_workers(self) -> None:
-        """Wait until every worker has joined.
+    def gather_workers(self, at_least: int) -> None:
+        """Wait until this many workers have joined; the others are late.
 
         Raises:
             LaunchError: A worker ended instead, or they took too long.
         """
-        self._door.await_members(self._pump, self.members, self.timeouts.join_s)
+        self._door.await_members(self._pump, self.members, self.timeouts.join_s, at_least)
+        for member in self.members:
+            member.is_late = member.peer is None
 
     @property
     def call(self) -> int:
@@ -103,7 +105,7 @@ class Hub:
             LaunchError: One cannot be started, ended again, or took too long.
         """
         for member in members:
-            if member.peer is None:  # Else it has come back by itself.
+            if member.peer is None and not member.is_late:  # Else it has come back by itself, or is on its way.
                 self._fleet.restart(member.index)
         self._door.await_members(self._pump, members, self.timeouts.join_s)
 

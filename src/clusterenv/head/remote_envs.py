@@ -80,13 +80,13 @@ class RemoteEnvs:
         hub.landing = self._landing
 
     def open(self) -> None:
-        """Give every worker its shard; returns when all environments are made.
+        """Give every worker that is here its shard; returns when the environments are made.
 
         Raises:
             WorkerFailed: A factory raised.
             WorkerLost: A worker died.
         """
-        self.crew.assign(self.hub.members)
+        self.crew.assign([member for member in self.hub.members if member.peer is not None])
 
     @property
     def shards(self) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ class Member:
     Attributes:
         peer: The transport's address of the worker; None until it has joined, and when it is lost.
         is_ready: Whether it has made its environments.
+        is_late: Whether the run began without it, and it is still to come for the first time.
         owes: The number of the call it has not answered yet.
         num_parts: How many steps of the rollout it owes have come already.
     """
@@ -26,6 +27,7 @@ class Member:
     pid: int | None = None
     hostname: str = ""
     is_ready: bool = False
+    is_late: bool = False
     owes: int | None = None
     num_parts: int = 0
 

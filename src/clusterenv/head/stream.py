@@ -120,8 +120,12 @@ class Stream:
         self._was_changed = False
         self.is_open = True
         self._remote.ask_all(StreamRequest)
+        for lane in self._lanes:
+            if lane.member.is_late:
+                self._was_changed = True
+                self._succession.expect(lane, time.monotonic())
         for lane, pulled in zip(self._lanes, pulls, strict=True):
-            if pulled:
+            if pulled and lane.is_running:
                 self._send_weights(lane)
         self._tend()
 
@@ -176,6 +180,8 @@ class Stream:
             if lane.loss is None:
                 owing[lane.member.index] = self._hub.post(lane.member, EndStream)
             else:
+                if lane.member.peer is not None:
+                    lane.member.is_late = False  # It has come, and is half made: another takes its place.
                 self._hub.give_up(lane.member, lane.loss)
                 self._was_changed = True
         self._drain(owing)

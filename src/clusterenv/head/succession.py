@@ -11,6 +11,7 @@ import zmq
 from numpy.typing import NDArray
 
 from clusterenv.head.crew import Make
+from clusterenv.head.hub import NOT_HERE
 from clusterenv.head.lane import Lane, Task
 from clusterenv.head.outcome import Lost
 from clusterenv.head.publisher import Publisher
@@ -37,17 +38,24 @@ class Succession:
         self._publisher = publisher
         self._weights = weights
 
+    def expect(self, lane: Lane, now: float) -> None:
+        """Be ready for a worker that has not come yet."""
+        lane.lose(NOT_HERE, now)
+        self._crew.allow(lane.member, NOT_HERE)
+        lane.tasks = self._tasks_for(lane)
+
     def begin(self, lane: Lane, loss: Lost, now: float) -> None:
         """Give a lost worker up, and decide when to start its successor.
 
         Raises:
             WorkerLost: There shall be none.
         """
+        lane.member.is_late = False
         self._hub.give_up(lane.member, loss)
-        # Calls say little here: those of the others go on.
-        pause_s = self._crew.allow(lane.member, loss, has_achieved=lane.num_made > 0)
+        has_achieved = lane.num_made > 0
         lane.lose(loss, now)
-        lane.restart_at = now + pause_s
+        # Calls say little here: those of the others go on.
+        lane.restart_at = now + self._crew.allow(lane.member, loss, has_achieved=has_achieved)
 
     def go_on(self, lane: Lane, now: float) -> None:
         """Take the next step, if it is time for it: start the worker, let it join, give it what it needs.
@@ -60,7 +68,8 @@ class Succession:
         if lane.restart_at is not None:
             if now >= lane.restart_at:
                 lane.restart_at = None
-                self._hub.restart_soon(member)
+                if member.peer is None:  # Else it has come back by itself.
+                    self._hub.restart_soon(member)
                 lane.tasks = self._tasks_for(lane)
         elif member.peer is None:
             if now - lane.lost_at > self._hub.timeouts.join_s:
