@@ -189,6 +189,15 @@ def test_a_worker_that_dies_at_work_is_replaced(remote: Backend, tmp_path: Path)
         driver.finish()
 
 
+def test_after_a_rollout_a_lost_row_shows_what_the_rollout_ended_with(remote: Backend) -> None:
+    with ClusterEnv(make_numbered(NUM_ENVS), **remote) as envs:
+        driver = Driver(envs)
+        driver.reset()
+        driver.rollout()
+        driver.kill(1)
+        assert driver.step()["_worker_lost"].tolist() == [False, False, True, True]
+
+
 def test_resetting_some_environments_while_a_worker_is_lost_leaves_the_others_in_place(remote: Backend) -> None:
     with ClusterEnv(make_numbered(NUM_ENVS), **remote, autoreset_mode=AutoresetMode.DISABLED) as envs:
         driver = Driver(envs)

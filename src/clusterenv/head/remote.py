@@ -199,6 +199,9 @@ class Remote(RemoteEnvs):
             with blame(member):
                 collected = expect(Collected, reply)
                 summaries.append(checked_dict(values.loads(collected.summary)))
+            if not self.hub.shares_memory(member):
+                columns = block.columns(member.start, member.stop)
+                self.note_observations(member, [column[-1] for column in columns.observations])
             busy_s.append(collected.busy_s)
         return Collection(block, summaries, busy_s)
 
