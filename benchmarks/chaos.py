@@ -35,7 +35,13 @@ MAX_GROWTH_BYTES = 32e6
 
 
 class Workload(Protocol):
-    """What a learner does while its workers suffer."""
+    """What a learner does while its workers suffer.
+
+    Attributes:
+        rounds_apart: How many rounds a worker must serve to have been of use, so that the next fault is no crash loop.
+    """
+
+    rounds_apart: int
 
     def make(self, arguments: argparse.Namespace) -> ClusterEnv:
         """Make the environments, and reset them."""
@@ -49,6 +55,8 @@ class Workload(Protocol):
 
 class Numbering:
     """All calls in a random order, over environments that number their own steps."""
+
+    rounds_apart = 9
 
     def make(self, arguments: argparse.Namespace) -> ClusterEnv:
         self._rng = np.random.default_rng(arguments.seed)
@@ -91,6 +99,8 @@ class Numbering:
 class Streaming(Numbering):
     """Streams of rollouts over the same environments, left and taken up again."""
 
+    rounds_apart = 1
+
     def advance(self, envs: ClusterEnv) -> int:
         with envs.stream(choose, 32) as stream:
             for _, rollout in zip(range(50), stream, strict=False):
@@ -103,6 +113,7 @@ class Ppo:
     """Trains CartPole."""
 
     NUM_STEPS = 125
+    rounds_apart = 1
 
     def make(self, arguments: argparse.Namespace) -> ClusterEnv:
         torch.set_num_threads(1)
@@ -157,7 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__.split("\n\n")[0])
     parser.add_argument("--workload", choices=list(WORKLOADS), default="numbered")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for how long faults happen")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="for how long faults happen; longer if workers need longer"
+    )
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--kinds", nargs="+", choices=list(STRIKES), default=list(STRIKES))
     parser.add_argument("--seed", type=int, default=1)
@@ -185,7 +198,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with workload.make(arguments) as envs:
         workload.advance(envs)
         descriptors, size = measure_head()
-        agitator = Agitator(envs, schedule, arguments.silence)
+        agitator = Agitator(envs, schedule, arguments.silence, workload.rounds_apart)
         try:
             with agitator:
                 last_look = time.monotonic()
@@ -194,6 +207,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                         last_look = time.monotonic()
                     before = len(envs.losses)
                     at_stake = workload.advance(envs)
+                    agitator.rounds += 1
                     thrown_away += sum(at_stake * len(loss.env_indices) for loss in envs.losses[before:])
             reached = workload.finish(envs)
         except Inconsistent as error:

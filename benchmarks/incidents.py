@@ -83,6 +83,7 @@ class Struck:
     at: float
     noticed_at: float | None = None
     replaced_at: float | None = None
+    replaced_in: int = 0  # the learner's round
 
 
 def make_schedule(seed: int, num_faults: int, seconds: float, num_workers: int, kinds: Sequence[str]) -> list[Incident]:
@@ -99,17 +100,27 @@ def make_schedule(seed: int, num_faults: int, seconds: float, num_workers: int, 
 
 @dataclass(eq=False)
 class Agitator:
-    """Carries out a schedule from a thread of its own, while the learner goes about its work."""
+    """Carries out a schedule from a thread of its own, while the learner goes about its work.
+
+    A worker is hit again only when its replacement has lived through some rounds of the learner's: on a slow machine
+    the schedule slips, rather than being one long crash loop.
+
+    Attributes:
+        rounds_apart: Through how many.
+        rounds: How many the learner has completed; it counts.
+    """
 
     envs: ClusterEnv
     schedule: Sequence[Incident]
     silence_s: float
+    rounds_apart: int
     struck: list[Struck] = field(default_factory=list)
+    rounds: int = 0
 
     def __post_init__(self) -> None:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="agitator")
-        self._watcher = _Watcher(self.struck)
+        self._watcher = _Watcher(self)
 
     def __enter__(self) -> Agitator:
         self._watcher.attach()
@@ -131,19 +142,24 @@ class Agitator:
         for incident in self.schedule:
             if self._is_over.wait(max(0.0, began + incident.at_s - time.monotonic())):
                 return
+            while not self._is_fit(incident.worker_index):
+                if self._is_over.wait(0.05):
+                    return
             pid = self.envs.worker_pids[incident.worker_index]
-            if any(struck.pid == pid and struck.incident.kind != "pause" for struck in self.struck):
-                continue  # Its replacement has not come yet.
             self.struck.append(Struck(incident, pid, time.monotonic()))
             STRIKES[incident.kind](Target(pid, self.silence_s))
+
+    def _is_fit(self, worker_index: int) -> bool:
+        cases = [s for s in self.struck if s.incident.worker_index == worker_index and s.incident.kind != "pause"]
+        return all(s.replaced_at is not None and self.rounds > s.replaced_in + self.rounds_apart for s in cases)
 
 
 class _Watcher(logging.Handler):
     """Reads off the head's own log when it noticed a loss, and when it had made up for it."""
 
-    def __init__(self, struck: list[Struck]) -> None:
+    def __init__(self, agitator: Agitator) -> None:
         super().__init__(logging.WARNING)
-        self._struck = struck
+        self._agitator = agitator
         self._logger = logging.getLogger("clusterenv.head.crew")
 
     def attach(self) -> None:
@@ -161,11 +177,11 @@ class _Watcher(logging.Handler):
         member: Any = record.args[0]
         open_cases = [
             s
-            for s in self._struck
+            for s in self._agitator.struck
             if s.incident.worker_index == member.index and s.incident.kind != "pause" and s.replaced_at is None
         ]
         for struck in open_cases:
             if "takes over" in record.msg:
-                struck.replaced_at = time.monotonic()
+                struck.replaced_at, struck.replaced_in = time.monotonic(), self._agitator.rounds
             elif struck.noticed_at is None:
                 struck.noticed_at = time.monotonic()
