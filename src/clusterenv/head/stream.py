@@ -341,7 +341,7 @@ class Stream:
         def accept(member: Member, reply: Reply, frames: Sequence[zmq.Frame]) -> None:
             if isinstance(reply, Returned) and owing.get(member.index) == reply.call:
                 del owing[member.index]
-            elif isinstance(reply, Collected):
+            elif isinstance(reply, Part | Collected):
                 self._receive(self._lanes[member.index], reply, frames)
 
         look_at = time.monotonic() + _LOOK_S
