@@ -163,6 +163,32 @@ def test_a_short_partition_is_ridden_out_and_nothing_is_lost(net: Net, story_at_
         assert envs.losses == ()
 
 
+def test_a_worker_that_is_faster_than_its_link_does_not_overwrite_what_it_has_not_sent(net: Net) -> None:
+    class Wide(Numbered):
+        observation_space = spaces.Box(-np.inf, np.inf, (4096,), np.float32)
+
+        def _observe(self) -> Any:
+            return np.full(4096, 7 * self._episode + self._step, np.float32)
+
+    class Indifferent(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix, self.critic = np.zeros((4096, 2), np.float32), np.zeros(4096, np.float32)
+
+    net.switch.set(Line(bits_per_s=4e7), net.one, net.two)
+    with far_envs(net, Wide, 4, sync=NeverSync()) as (envs, _):
+        envs.reset(seed=1)
+        latest = {0: 7.0, 2: 7.0}
+        for rollout in itertools.islice(envs.stream(Indifferent(), 32, in_flight=4), 8):
+            numbers = rollout.obs[..., 0]
+            np.testing.assert_array_equal(rollout.obs, np.repeat(numbers[..., None], 4096, axis=-1))
+            first = int(rollout.env_indices[0])
+            assert (numbers[0] == latest[first]).all()
+            steps = np.diff(numbers, axis=0)
+            assert set(np.unique(steps)) <= {0.0, 1.0}, "8, the end of one episode, is where the next begins"
+            latest[first] = float(rollout.next_obs[0, 0])
+
+
 class Witness:
     """Sees all that is delivered, and checks that no step of any life of an environment is missing or comes twice."""
 
