@@ -241,6 +241,41 @@ def test_a_stream_goes_on_without_a_worker_that_is_cut_off_and_nothing_comes_twi
         assert envs.rollout(agent, 16).num_envs == 4
 
 
+def test_a_rollout_waits_for_a_link_to_be_mended_and_whoever_comes_first_takes_the_place(net: Net) -> None:
+    with far_envs(net, Numbered, 4, sync=NeverSync(), timeouts=BRISK) as (envs, fleet):
+        envs.reset(seed=1)
+        witness, agent = Witness(), Linear()
+        witness.see(envs.rollout(agent, 16))
+        fleet.next_host = 0  # Behind the same cut link, so that the old one and the new race for the place.
+        with net.cut_for(5.0, net.one):
+            witness.see(envs.rollout(agent, 16))
+        for _ in range(3):
+            witness.see(envs.rollout(agent, 16))
+        old, _, new = fleet.started
+        while len(wait_until_gone([old.pid, new.pid], 0.1)) == 2:
+            witness.see(envs.rollout(agent, 16))
+        for _ in range(3):
+            witness.see(envs.rollout(agent, 16))
+        assert len(envs.losses) == 1, "the one that was sent away is not mourned as the one that stayed"
+        assert [len(witness.lives[env_index]) for env_index in range(4)] == [2, 2, 1, 1]
+
+
+def test_a_worker_is_not_taken_for_the_one_that_was_sent_away(net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    with far_envs(net, Numbered, 4, sync=NeverSync()) as (envs, fleet):
+        envs.reset(seed=1)
+        witness = Witness()
+        with envs.stream(Linear(), 16) as stream:
+            witness.see(next(stream))
+            fleet.restart(0)  # As a launcher may that cannot tell whether the old one still lives.
+            while wait_until_gone([fleet.started[2].pid], 0.0):
+                witness.see(next(stream))
+            assert 0 in fleet.exits()
+            ends_at = time.monotonic() + 1.0
+            while time.monotonic() < ends_at:
+                witness.see(next(stream))
+        assert "is lost" not in caplog.text
+
+
 def test_steps_of_a_worker_that_is_cut_off_are_truncated(net: Net) -> None:
     with far_envs(net, Numbered, 4, timeouts=BRISK) as (envs, fleet):
         envs.reset(seed=1)
