@@ -24,10 +24,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import pytest
+
 from tests.hosts import Host
 
 _NETWORK = "10.89.0"
 _MTU = 1500
+_TUN = "/dev/net/tun"
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _QUEUE_S = 0.2  # What would wait longer for a narrow link is dropped, as routers do.
@@ -75,6 +78,8 @@ class Switch:
 @contextlib.contextmanager
 def slow_network(hosts: Sequence[Host]) -> Iterator[Switch]:
     """Join hosts by one more network, whose links can be spoilt; all are perfect at first."""
+    if not Path(_TUN).exists():
+        pytest.skip(f"needs {_TUN}, by which the kernel hands packets to a program")
     command = [sys.executable, "-m", "tests.switch", *(host.namespace for host in hosts)]
     root = Path(__file__).parent.parent
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root) as process:
@@ -121,7 +126,7 @@ class _Port:
 def _open_device(namespace: str) -> int:
     host = Host("", "", namespace, Path(), None)
     with host.entered():
-        device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        device = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"net0", _IFF_TUN | _IFF_NO_PI))
     return device
 
