@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from clusterenv import ClusterEnv, NeverSync, Timeouts
+from clusterenv import ClusterEnv, EveryUpdate, NeverSync, Timeouts
 from clusterenv.errors import LaunchError
 from clusterenv.rollout import Rollout
 from clusterenv.wire import messages
@@ -241,6 +241,24 @@ def test_a_stream_goes_on_without_a_worker_that_is_cut_off_and_nothing_comes_twi
         assert envs.rollout(agent, 16).num_envs == 4
 
 
+def test_weights_do_not_pile_up_for_a_worker_that_is_cut_off(net: Net) -> None:
+    agent = Linear()
+    with far_envs(net, Numbered, 4, sync=EveryUpdate()) as (envs, _):
+        envs.reset(seed=1)
+        with envs.stream(agent, 16) as stream:
+            while next(stream).env_indices[0] != 0:
+                pass
+            net.switch.set(CUT, net.one)
+            before = envs.stats["pulls"]
+            for _ in itertools.islice(stream, 100):
+                agent.nudge()
+            assert envs.stats["pulls"] - before < 120
+            net.switch.set(Line(), net.one)
+            while (rollout := next(stream)).env_indices[0] != 0 or rollout.ages[0] > 8:
+                pass
+        assert envs.losses == ()
+
+
 def test_a_rollout_waits_for_a_link_to_be_mended_and_whoever_comes_first_takes_the_place(net: Net) -> None:
     with far_envs(net, Numbered, 4, sync=NeverSync(), timeouts=BRISK) as (envs, fleet):
         envs.reset(seed=1)
@@ -294,7 +312,7 @@ def test_steps_of_a_worker_that_is_cut_off_are_truncated(net: Net) -> None:
 
 @pytest.mark.parametrize("end", ["closed", "cut off"])
 def test_a_worker_ends_when_its_head_is_gone_for_good(net: Net, end: str) -> None:
-    socket = HeadSocket(*choose_addresses(None, None, net.switch.address(net.one)), silence_s=0.5)
+    socket = HeadSocket(*choose_addresses(None, None, net.switch.address(net.one)), silence_s=0.2)
     fleet = HostFleet(socket.ticket, [net.one], 1)
     try:
         joined = None
