@@ -338,6 +338,12 @@ def test_the_head_listens_where_a_route_leads_to_the_workers(net: Net) -> None:
     assert choose_addresses("0.0.0.0", None, net.one.address) == (Address("0.0.0.0"), Address(net.head.address))
 
 
+@pytest.mark.parametrize(("host", "everywhere"), [("192.0.2.7", "0.0.0.0"), ("2001:db8::7", "::")])
+def test_behind_a_forwarded_port_the_head_listens_everywhere(net: Net, host: str, everywhere: str) -> None:
+    bound, told = choose_addresses(None, str(Address(host, 5555)), net.one.address)
+    assert (bound, told) == (Address(everywhere), Address(host, 5555))
+
+
 @pytest.mark.parametrize("wildcard", [True, False])
 def test_the_address_can_be_chosen(net: Net, wildcard: bool) -> None:
     options = {"listen": "0.0.0.0", "advertise": net.head.address} if wildcard else {"listen": f"{net.head.address}"}
