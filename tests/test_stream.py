@@ -115,6 +115,18 @@ def test_workers_stop_when_they_are_as_far_ahead_as_they_may_be(remote: Backend)
         assert envs.stats["rollouts_discarded"] <= 6
 
 
+def test_rollouts_under_way_when_a_stream_ends_are_taken_in_and_counted(
+    remote: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ClusterEnv("CartPole-v1", 64, **remote) as envs:
+        envs.reset(seed=1)
+        for _ in range(3):
+            with envs.stream(Linear(), 64) as stream:
+                next(stream)
+        assert envs.stats["rollouts_discarded"] >= 3
+    assert "refused" not in caplog.text
+
+
 def test_a_stream_can_be_left_and_taken_up_again(remote: Backend) -> None:
     with ClusterEnv("CartPole-v1", 2, **remote) as envs:
         envs.reset(seed=1)

@@ -68,6 +68,7 @@ class Lane:
         num_ready: Rollouts that came and were not delivered yet.
         num_made: Rollouts that came since this worker has its place.
         measuring: The number of the request and the version, while the worker compares its policy.
+        num_loads: How often it was sent weights since something came from it.
         tasks: What a new worker still needs, in order.
         loss: How the worker before it was lost, until it has taken over; `lost_at` is when.
         restart_at: When to start it; None if it was started.
@@ -80,6 +81,7 @@ class Lane:
     num_ready: int = 0
     num_made: int = 0
     measuring: tuple[int, int] | None = None
+    num_loads: int = 0
     tasks: deque[Task] = field(default_factory=deque)
     loss: Lost | None = None
     lost_at: float = 0.0
@@ -134,5 +136,6 @@ class Lane:
         self.num_made = 0
         self.tasks.clear()
         self.measuring = None
+        self.num_loads = 0
         self.loss = self.loss or loss
         self.lost_at = self.lost_at if self.lost_at else now

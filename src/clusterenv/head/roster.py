@@ -18,6 +18,7 @@ class Member:
         is_late: Whether the run began without it, and it is still to come for the first time.
         owes: The number of the call it has not answered yet.
         num_parts: How many steps of the rollout it owes have come already.
+        has_rival: Whether another one came for its place and was sent away: what ends may be either of them.
     """
 
     index: int
@@ -30,6 +31,7 @@ class Member:
     is_late: bool = False
     owes: int | None = None
     num_parts: int = 0
+    has_rival: bool = False
 
     @property
     def env_indices(self) -> tuple[int, ...]:
@@ -64,6 +66,7 @@ class Roster:
         if member is None:
             raise WireError(f"there is no worker {worker_index}, this run has {len(self.members)}")
         if member.peer is not None:
+            member.has_rival = member.has_rival or peer != member.peer
             raise WireError(f"worker {worker_index} has joined already")
         if peer in self._by_peer:
             raise WireError(f"it has joined already, as worker {self._by_peer[peer].index}")
@@ -84,7 +87,7 @@ class Roster:
         if member.peer is not None:
             del self._by_peer[member.peer]
         member.peer = member.owes = None
-        member.is_ready = False
+        member.is_ready = member.has_rival = False
 
     def owe(self, call: int, members: Sequence[Member]) -> None:
         """Note that these workers now owe an answer to this call."""

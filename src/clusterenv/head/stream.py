@@ -46,6 +46,7 @@ from clusterenv.wire.messages import Stream as StreamRequest
 log = logging.getLogger(__name__)
 
 _SLICE_S = 0.1
+_MAX_LOADS = 8  # Weights that wait for a worker which is hung up or cut off are memory; it will need the last only.
 _LOOK_S = 0.25  # How often to look for lost workers while rollouts keep coming.
 
 Assembler = Callable[[Sequence[Made]], Rollout]
@@ -228,13 +229,18 @@ class Stream:
         for lane in self._lanes:
             if not lane.is_running:
                 continue
-            if self._max_lag is not None and self._publisher.lag(lane.member.index) > self._max_lag:
-                self._publisher.insist(lane.member.index)
-                self._send_weights(lane)
-            elif lane.measuring is None and self._publisher.is_behind(lane.member.index):
-                self._compare(lane)
+            if lane.num_loads < _MAX_LOADS:
+                self._renew(lane)
             while len(lane.asked) + lane.num_ready < self._in_flight:
                 self._ask(lane)
+
+    def _renew(self, lane: Lane) -> None:
+        """Bring a worker the newest weights, if it needs them."""
+        if self._max_lag is not None and self._publisher.lag(lane.member.index) > self._max_lag:
+            self._publisher.insist(lane.member.index)
+            self._send_weights(lane)
+        elif lane.measuring is None and self._publisher.is_behind(lane.member.index):
+            self._compare(lane)
 
     def _compare(self, lane: Lane) -> None:
         """Let a worker that is behind measure how far, or judge without."""
@@ -273,6 +279,7 @@ class Stream:
     def _send_weights(self, lane: Lane) -> None:
         """Send a worker the newest weights, which are encoded once for all."""
         version = self._publisher.version
+        lane.num_loads += 1
         self._hub.post(lane.member, lambda call: Load(version), [self._weights()])
 
     def _weights(self) -> NDArray[Any]:
@@ -283,6 +290,7 @@ class Stream:
 
     def _accept(self, member: Member, reply: Reply, frames: Sequence[zmq.Frame]) -> None:
         lane = self._lanes[member.index]
+        lane.num_loads = 0
         if isinstance(reply, Part | Collected):
             self._receive(lane, reply, frames)
         elif isinstance(reply, Failed):
@@ -341,7 +349,7 @@ class Stream:
         def accept(member: Member, reply: Reply, frames: Sequence[zmq.Frame]) -> None:
             if isinstance(reply, Returned) and owing.get(member.index) == reply.call:
                 del owing[member.index]
-            elif isinstance(reply, Collected):
+            elif isinstance(reply, Part | Collected):
                 self._receive(self._lanes[member.index], reply, frames)
 
         look_at = time.monotonic() + _LOOK_S

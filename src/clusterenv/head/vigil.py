@@ -36,7 +36,7 @@ class Vigil:
         lost = []
         for member in members:
             since = self._cut_since.get(member.index, now)
-            if member.index in exits:
+            if member.index in exits and (member.index in self._cut_since or not member.has_rival):
                 lost.append((member, f"it ended ({exits[member.index]})"))
             elif now - since > _LAST_WORDS_S:
                 lost.append((member, f"its connection was lost (silent for {self._silence_s:g} s, or closed)"))

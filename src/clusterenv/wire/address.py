@@ -10,6 +10,7 @@ from clusterenv.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 _EVERYWHERE = "0.0.0.0"
+_EVERYWHERE_6 = "::"
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,13 @@ def choose_addresses(listen: str | None, advertise: str | None, route_to: str | 
         bound = Address(LOOPBACK)
     elif told is not None:
         # Behind a NAT or a forwarded port the address workers use is none of ours.
-        bound = Address(told.host if _is_ours(told.host) else _EVERYWHERE)
+        everywhere = _EVERYWHERE_6 if ":" in told.host else _EVERYWHERE
+        bound = Address(told.host if _is_ours(told.host) else everywhere)
     else:
         assert route_to is not None
         bound = Address(_source_address(route_to))
     if told is None:
-        is_wildcard = bound.host in (_EVERYWHERE, "::")
+        is_wildcard = bound.host in (_EVERYWHERE, _EVERYWHERE_6)
         told = Address(_source_address(route_to or LOOPBACK) if is_wildcard else bound.host)
     return bound, told
 

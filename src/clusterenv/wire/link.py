@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket as sockets
 import time
 from typing import Any
@@ -10,8 +11,12 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from clusterenv.wire.ticket import Ticket
+
+log = logging.getLogger(__name__)
+
 _REFUSED_S = 3.0  # A door that nobody opens: the head's process has ended.
-_SILENT_S = 60.0  # No door at all: the head's machine is off, or the network cut.
+_PATIENCE = 6  # No door at all for so many times `silence_s`: the head's machine is off, or the network cut.
 _KNOCK_S = 2.0
 
 
@@ -23,11 +28,12 @@ class Link:
         verdict: Why there is no hope of a connection any more; empty while there is.
     """
 
-    def __init__(self, events: zmq.Socket[Any], endpoint: str) -> None:
+    def __init__(self, events: zmq.Socket[Any], ticket: Ticket) -> None:
         self.was_lost = False
         self.verdict = ""
         self._events = events
-        self._endpoint = endpoint
+        self._endpoint = ticket.endpoint
+        self._silent_s = _PATIENCE * ticket.silence_s
         self._is_up = False
         self._refused_since: float | None = None
         self._silent_since: float | None = None
@@ -64,11 +70,14 @@ class Link:
                 self.verdict = f"nobody listens at {self._endpoint}: the head has ended"
         except OSError as error:
             self._refused_since = None
-            self._silent_since = self._silent_since or now
-            if now - self._silent_since >= _SILENT_S:
+            problem = f"{self._endpoint} cannot be reached from {sockets.gethostname()} ({error})"
+            if self._silent_since is None:
+                self._silent_since = now
+                log.warning("%s; trying for another %g s", problem, self._silent_s)
+            elif now - self._silent_since >= self._silent_s:
                 self.verdict = (
-                    f"{self._endpoint} cannot be reached from {sockets.gethostname()} ({error}). If the head has "
-                    "another address for this network, pass it on the head: ClusterEnv(listen=..., advertise=...)"
+                    f"{problem}. If the head has another address for this network, pass it on the head: "
+                    "ClusterEnv(listen=..., advertise=...)"
                 )
         else:
             self._refused_since = self._silent_since = None

@@ -22,6 +22,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         public_key: The run's public key for workers.
         secret_key: Its secret half: whoever holds it is a worker of this run.
         parent_pid: The head's process id if workers are its children and must end with it, else None.
+        silence_s: After how many seconds of silence the head gives a worker up; workers are several times as patient.
     """
 
     endpoint: str
@@ -29,6 +30,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     public_key: str
     secret_key: str
     parent_pid: int | None = None
+    silence_s: float = 10.0
 
     def __repr__(self) -> str:
         """Show where it leads and keep the secret."""

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 1 << 31
 _HEARTBEAT_MS = 1_000
 _HANDSHAKE_MS = 10_000  # Whoever connects and says nothing is sent away after this.
-_WORKER_SILENCE_MS = 30_000  # A head that says nothing for this long is gone, or cut off.
+_WORKER_PATIENCE = 3  # A head that is silent for so many times `silence_s` is gone, or cut off.
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _EVENTS_ENDPOINT = "inproc://clusterenv.events"
 _ENOUGH_EVENTS = 1000  # To read in one go: strangers may come faster than they can be counted.
@@ -92,6 +92,7 @@ class HeadSocket:
             head_key=head_public.decode(),
             public_key=worker_public.decode(),
             secret_key=worker_secret.decode(),
+            silence_s=silence_s,
         )
 
     def send(self, peer: bytes, frames: Sequence[Any], *, waits: bool = True) -> bool:
@@ -177,7 +178,7 @@ class WorkerSocket:
         if ticket.parent_pid is None:
             # A child watches its parent instead, which may be stopped in a debugger or by Ctrl-Z for hours.
             self._socket.heartbeat_ivl = _HEARTBEAT_MS
-            self._socket.heartbeat_timeout = _WORKER_SILENCE_MS
+            self._socket.heartbeat_timeout = int(_WORKER_PATIENCE * ticket.silence_s * 1000)
         self._socket.curve_serverkey = ticket.head_key.encode()
         self._socket.curve_publickey = ticket.public_key.encode()
         self._socket.curve_secretkey = ticket.secret_key.encode()

@@ -166,20 +166,20 @@ class Answers:
         return reply, block.steps(first, request.num_steps).arrays()
 
     def _block_for(self, request: Collect) -> Block:
-        """Return this shard's columns of the block, laid out once for rollouts of one length."""
+        """Return this shard's columns of the block; shared memory is laid out once for rollouts of one length."""
         spec, num_steps, num_rows = self._shard.block_spec, request.num_steps, len(self._planes.rewards)
         if spec is None:
             raise PolicyError("No policy was sent to this worker.")
+        if not self._shares_memory:
+            return spec.make(num_steps, num_rows, allocate)  # A new one: the last may still be on its way to the head.
         key = request.memory, num_steps
         if key not in self._blocks:
             while len(self._blocks) >= _MAX_BLOCKS:
                 del self._blocks[next(iter(self._blocks))]
             memory = None if request.memory is None else open_offer(request.memory)
-            if memory is None and request.memory is not None and self._shares_memory:
-                raise OSError("The head's memory for rollouts cannot be opened here, though its other memory could.")
             if memory is None:
-                block = spec.make(num_steps, num_rows, allocate)
-            elif request.is_own:
+                raise OSError("The head's memory for rollouts cannot be opened here, though its other memory could.")
+            if request.is_own:
                 block = spec.make(num_steps, num_rows, carver(memory))
             else:
                 start = self._assignment.start
