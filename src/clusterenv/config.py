@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from clusterenv.errors import ConfigError
 
@@ -52,16 +51,21 @@ def split_shards(num_envs: int, num_workers: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+def _cgroup_quota(root: str = "/sys/fs/cgroup") -> float | None:
     """Read this process's CPU quota in cores (cgroup v2, then v1), or None if there is none."""
     try:
-        quota, period = (root / "cpu.max").read_text().split()
+        quota, period = _read(root, "cpu.max").split()
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
         pass
     try:
-        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        period_us = int((root / "cpu/cpu.cfs_period_us").read_text())
+        quota_us = int(_read(root, "cpu/cpu.cfs_quota_us"))
+        period_us = int(_read(root, "cpu/cpu.cfs_period_us"))
         return quota_us / period_us if quota_us > 0 else None
     except (OSError, ValueError, ZeroDivisionError):
         return None
+
+
+def _read(root: str, name: str) -> str:
+    with open(os.path.join(root, name)) as file:
+        return file.read()

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -29,7 +28,7 @@ class LocalLauncher:
     """
 
     threads_per_worker: int | None = None
-    log_dir: str | Path | None = None
+    log_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.threads_per_worker is not None and self.threads_per_worker < 1:

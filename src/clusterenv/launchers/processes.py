@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import BinaryIO
 
 from clusterenv.errors import LaunchError
@@ -18,7 +18,7 @@ StartProcess = Callable[[int, BinaryIO], "subprocess.Popen[bytes]"]
 class ProcessFleet:
     """Child processes, and the files they write to."""
 
-    def __init__(self, start: StartProcess, num_workers: int, log_dir: str | Path | None = None) -> None:
+    def __init__(self, start: StartProcess, num_workers: int, log_dir: str | os.PathLike[str] | None = None) -> None:
         """Start the workers.
 
         Args:

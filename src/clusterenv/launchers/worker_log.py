@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from pathlib import Path
 from typing import BinaryIO
 
 _TAIL_BYTES = 4096
@@ -17,16 +16,15 @@ class WorkerLog:
         file: Where to write; give it to the process as its standard output and error.
     """
 
-    def __init__(self, log_dir: str | Path | None, worker_index: int) -> None:
+    def __init__(self, log_dir: str | os.PathLike[str] | None, worker_index: int) -> None:
         """Open it, as `worker-<index>.log` in a directory; without one it has no name and is gone when closed."""
         self.file: BinaryIO
         if log_dir is None:
             # Nothing to remove, even if the head is killed.
             self.file = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with the log
         else:
-            directory = Path(log_dir)
-            directory.mkdir(parents=True, exist_ok=True)
-            self.file = (directory / f"worker-{worker_index}.log").open("w+b")
+            os.makedirs(log_dir, exist_ok=True)
+            self.file = open(os.path.join(log_dir, f"worker-{worker_index}.log"), "w+b")  # noqa: SIM115 - as above
 
     @property
     def size_bytes(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from dataclasses import dataclass
 
@@ -59,9 +58,9 @@ def choose_addresses(listen: str | None, advertise: str | None, route_to: str | 
 
 def _parse(text: str, name: str) -> Address:
     try:
-        ipaddress.IPv6Address(text)
+        socket.inet_pton(socket.AF_INET6, text)
         return Address(text)  # An IPv6 address has colons of its own; with a port it is written [::1]:5555.
-    except ValueError:
+    except OSError:
         pass
     host, separator, port = text.rpartition(":")
     if not separator:
@@ -96,7 +95,7 @@ def _own_address() -> str | None:
     except OSError:
         return None
     addresses = {str(entry[4][0]) for entry in entries}
-    return next((address for address in sorted(addresses) if not ipaddress.ip_address(address).is_loopback), None)
+    return next((address for address in sorted(addresses) if not address.startswith("127.")), None)
 
 
 def _is_ours(host: str) -> bool:
