@@ -151,9 +151,10 @@ class Stream:
             pass
         self._discard_old()
         try:
+            self._tend()  # Also where rollouts are ready: a lost worker's successor must not wait for a lull.
             while self._failure is None and self._count_ready() < self._num_envs:
-                self._tend()
                 self._hub.listen(_SLICE_S, self._accept)
+                self._tend()
                 if time.monotonic() - started > self._hub.timeouts.call_s and self._count_ready() < self._num_envs:
                     raise CallTimeout(
                         f"No rollout came within {self._hub.timeouts.call_s:g} s. Environments may be slow or hang; "
