@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from clusterenv import ClusterEnv, Timeouts
-from clusterenv.errors import ConfigError
+from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 from tests.conftest import Backend
@@ -75,6 +75,17 @@ def test_other_calls_wait_for_all(tmp_path: Path) -> None:
         assert not truncations.any()
         assert infos == {}
         assert envs.losses == ()
+
+
+def test_a_worker_that_never_comes_is_named_by_the_call_that_needs_it(tmp_path: Path) -> None:
+    launcher = Gated(tmp_path)
+    with ClusterEnv(
+        "CartPole-v1", NUM_ENVS, num_workers=2, min_workers=1, launcher=launcher, timeouts=Timeouts(join_s=8)
+    ) as envs:
+        with pytest.raises(LaunchError, match="Missing: 1"):
+            envs.reset(seed=1)
+        launcher.open()
+        envs.reset(seed=1)
 
 
 def test_too_many_or_too_few_to_begin_with_are_refused() -> None:

@@ -205,7 +205,8 @@ class Crew:
                 failure = Lost(f"its replacement did not last: {error}")
                 for member in members:
                     self._hub.give_up(member, failure)
-                if not isinstance(error, LaunchError | WorkerLost | CallTimeout):
+                is_first_try = any(member.is_late for member in members)  # Nothing was lost: say what keeps it away.
+                if is_first_try or not isinstance(error, LaunchError | WorkerLost | CallTimeout):
                     raise
                 waiting = [(member, failure) for member in members]
             else:
