@@ -75,7 +75,8 @@ class RemoteEnvs:
         self._is_step = False
         self._note: Callable[[dict[int, list[list[Any]]]], None] = _nothing
         self._num_object_leaves = sum(leaf.dtype is None for leaf in plan.observations.leaves)
-        self._is_invoking, self._num_results = False, 0  # The latter for each environment.
+        self._is_invoking = False
+        self._num_results: Callable[[Member], int] = lambda member: 0
         self.crew.on_new = self._set_up
         hub.landing = self._landing
 
@@ -145,7 +146,7 @@ class RemoteEnvs:
     def invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start calling a method, or reading an attribute, of every environment."""
         arguments = cloudpickle.dumps((args, kwargs))
-        self._is_step, self._is_invoking, self._num_results, self._note = False, True, 1, _nothing
+        self._invoke(lambda m: m.stop - m.start, _nothing)
         self.crew.start(lambda call, _: Invoke(call, name, arguments))
 
     def set_attr(self, name: str, items: Sequence[Any]) -> None:
@@ -160,13 +161,18 @@ class RemoteEnvs:
             self._attributes.pop(name, None)  # The newest last, as they were set.
             self._attributes[name] = ask
 
-        self._is_step, self._is_invoking, self._num_results, self._note = False, True, 0, note
+        self._invoke(lambda m: 0, note)
         self.crew.start(ask)
 
     def apply(self, function: Callable[[Any], Any], env_indices: Sequence[int]) -> None:
         """Start running a function on these environments, given in ascending order."""
         code, chosen = cloudpickle.dumps(function), set(env_indices)
-        self.crew.start(lambda call, m: Apply(call, [i - m.start for i in range(m.start, m.stop) if i in chosen], code))
+
+        def rows(m: Member) -> list[int]:
+            return [index - m.start for index in range(m.start, m.stop) if index in chosen]
+
+        self._invoke(lambda m: len(rows(m)), _nothing)
+        self.crew.start(lambda call, m: Apply(call, rows(m), code))
 
     def finish(self, timeout_s: float | None = None) -> Outcome:
         """Wait for the call under way.
@@ -185,7 +191,7 @@ class RemoteEnvs:
         for member, reply in answers:
             with blame(member):
                 if self._is_invoking:
-                    results += read_results(reply, self._num_results * (member.stop - member.start))
+                    results += read_results(reply, self._num_results(member))
                 elif self._is_step and member.index in self._lost and isinstance(reply, Returned):
                     silent.append(member)  # It was lost before the step, and was told that its episodes are over.
                 else:
@@ -207,6 +213,10 @@ class RemoteEnvs:
         self.hub.close(timeout_s, terminate=terminate)
         for memory in self._memories:
             memory.close()
+
+    def _invoke(self, num_results: Callable[[Member], int], note: Callable[[dict[int, list[list[Any]]]], None]) -> None:
+        """Expect results that are no step's, so many of each worker."""
+        self._is_step, self._is_invoking, self._num_results, self._note = False, True, num_results, note
 
     def _make_planes(self, make: ArrayMaker) -> Planes:
         return Planes.make(self.plan.actions, self.plan.observations, self._num_envs, make)
