@@ -100,7 +100,6 @@ def start_workers(
                 autoreset_mode=plan.autoreset_mode,
                 shares_memory=options.transport != "zmq" and semaphore.IS_SUPPORTED,
                 replaces=options.on_loss == "replace",
-                join_s=timeouts.join_s,
             ),
         )
         remote.open()

@@ -65,16 +65,13 @@ class Crew:
         on_new: What else a new worker needs before it can take over: called with those that have joined.
     """
 
-    def __init__(
-        self, hub: Hub, code: Callable[[int], bytes], memory: SharedMemory | None, join_s: float, *, replaces: bool
-    ) -> None:
+    def __init__(self, hub: Hub, code: Callable[[int], bytes], memory: SharedMemory | None, *, replaces: bool) -> None:
         """Take charge of workers that have joined.
 
         Args:
             hub: Talks to them.
             code: A worker's assignment, by the index of its first environment.
             memory: What to offer those who can reach it.
-            join_s: How long making the environments may take.
             replaces: Whether lost workers are replaced, rather than raising WorkerLost.
         """
         self.losses: list[Loss] = []
@@ -82,7 +79,6 @@ class Crew:
         self._hub = hub
         self._code = code
         self._memory = memory
-        self._join_s = join_s
         self._replaces = replaces
         self._records = [_Record() for _ in hub.members]
         self._entropy: int | None = None
@@ -109,7 +105,7 @@ class Crew:
         """
         desks = {member.index: self.make_desk(member) for member in members}
         self._hub.start(lambda call, member: self.assignment(call, member), members)
-        for member, reply in self._hub.collect(self._join_s):
+        for member, reply in self._hub.collect(self._hub.timeouts.join_s):
             if isinstance(reply, Lost):
                 raise lost_error(member, reply)
             self.note_ready(member, reply, desks[member.index])

@@ -67,7 +67,7 @@ class RemoteEnvs:
             self.planes = self._make_planes(carver(planes_memory(memory.memory, num_workers)))
         else:
             self.planes = self._make_planes(allocate)
-        self.crew = Crew(hub, plan.code, memory, plan.join_s, replaces=plan.replaces)
+        self.crew = Crew(hub, plan.code, memory, replaces=plan.replaces)
         self._rows = [self.planes.rows(member.start, member.stop) for member in hub.members]
         self._lost: dict[int, LostRows] = {}  # Of workers that were replaced, until the learner is told.
         self._objects: dict[int, list[list[Any]]] = {}

@@ -21,7 +21,6 @@ class RemotePlan:
         autoreset_mode: How environments are reset.
         shares_memory: Whether to offer shared memory; a worker that cannot reach it uses the socket.
         replaces: Whether lost workers are replaced, rather than raising WorkerLost.
-        join_s: How long making the environments may take.
     """
 
     code: Callable[[int], bytes]
@@ -30,4 +29,3 @@ class RemotePlan:
     autoreset_mode: AutoresetMode
     shares_memory: bool
     replaces: bool
-    join_s: float

@@ -25,21 +25,19 @@ from clusterenv.head.succession import Succession
 from clusterenv.policy.policy import Policy
 from clusterenv.rollout import Rollout
 from clusterenv.wire import values as codec
-from clusterenv.wire.arrays import allocate, carver, fill, size_of
+from clusterenv.wire.arrays import allocate, carver, size_of
 from clusterenv.wire.messages import (
-    Adopted,
     Collect,
     Collected,
     EndStream,
     Failed,
+    Join,
     Load,
     Measure,
     Measured,
     Part,
-    Ready,
     Reply,
     Returned,
-    Stepped,
 )
 from clusterenv.wire.messages import Stream as StreamRequest
 
@@ -301,12 +299,8 @@ class Stream:
             self._ledger.divergence = reply.divergence
             if self._publisher.judge(member.index, version, reply.divergence):
                 self._send_weights(lane)
-        elif (
-            isinstance(reply, Ready | Returned | Stepped | Adopted) and lane.tasks and lane.tasks[0].call == reply.call
-        ):
-            if isinstance(reply, Stepped) and not self._hub.shares_memory(member):
-                fill(list(self._remote.rows(member).results()), [frame.buffer for frame in frames])
-            lane.tasks.popleft().then(reply)
+        elif not isinstance(reply, Join | Measured) and lane.tasks and lane.tasks[0].call == reply.call:
+            self._succession.accept(lane, reply, frames)
         else:
             raise WireError(f"{type(reply).__name__} was not asked for")
 

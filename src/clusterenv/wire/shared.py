@@ -147,10 +147,6 @@ class HeadDesk:
         _HEADER.pack_into(self._desk, _REQUEST, _PLAIN, call)
         self._go.post()
 
-    def has_answered(self, call: int) -> bool:
-        """Tell whether a reply to a call lies here, perhaps not all of it yet."""
-        return bool(_HEADER.unpack_from(self._desk, _REPLY)[1] == call)
-
     def is_plain(self, call: int) -> bool:
         """Tell whether the reply to a call is plain; to be trusted as `take` is."""
         return _HEADER.unpack_from(self._desk, _REPLY) == (_PLAIN, call)
