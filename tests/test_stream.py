@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -104,6 +106,48 @@ def test_what_is_too_old_is_thrown_away_and_counted(remote: Backend) -> None:
         stats = envs.stats
     assert stats["rollouts_discarded"] > 0
     assert stats["env_steps_discarded"] == 16 * stats["rollouts_discarded"]
+
+
+class Gated(gym.Wrapper[Any, Any, Any, Any]):
+    """An environment whose first step waits for a writer to come to and leave the named pipe `gate`."""
+
+    def __init__(self, env: gym.Env[Any, Any], gate: str) -> None:
+        super().__init__(env)
+        self._gate = gate
+
+    def step(self, action: Any) -> Any:
+        if self._gate:
+            with open(self._gate, "rb") as gate:
+                gate.read()
+            self._gate = ""
+        return super().step(action)
+
+
+@pytest.mark.parametrize("max_lag", [None, math.inf])
+def test_a_rollout_that_took_far_too_long_is_delivered_only_where_that_was_allowed(
+    remote: Backend, tmp_path: Path, caplog: pytest.LogCaptureFixture, max_lag: float | None
+) -> None:
+    gate = str(tmp_path / "gate")
+    os.mkfifo(gate)
+    agent = Linear()
+    makers = [lambda: gym.make("CartPole-v1"), lambda: Gated(gym.make("CartPole-v1"), gate)]
+    with ClusterEnv(makers, **remote, sync=EveryUpdate()) as envs:
+        envs.reset(seed=1)
+        with envs.stream(agent, 8, max_lag=max_lag) as stream:
+            for rollout in itertools.islice(stream, 20):
+                assert rollout.env_indices.tolist() == [0]
+                agent.nudge()
+            open(gate, "wb").close()
+            held = next(rollout for rollout in stream if 1 in rollout.env_indices)
+        stats = envs.stats
+    if max_lag is None:
+        # One version behind by the rule, and three rollouts of each of the two workers.
+        assert held.ages.max() <= 1 + 3 * 2
+        assert stats["rollouts_discarded"] >= 1
+        assert "max_lag is 7" in caplog.text
+    else:
+        assert held.ages.max() >= 19
+        assert "thrown away" not in caplog.text
 
 
 def test_workers_stop_when_they_are_as_far_ahead_as_they_may_be(remote: Backend) -> None:

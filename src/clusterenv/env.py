@@ -225,7 +225,7 @@ class ClusterEnv(BackedVectorEnv):
         *,
         num_envs: int = 1,
         in_flight: int = 2,
-        max_lag: int | None = None,
+        max_lag: float | None = None,
         **values: Any,
     ) -> Stream | InlineStream:
         """Let the workers keep making rollouts, and yield them as they are made, while the caller learns from them.
@@ -242,7 +242,8 @@ class ClusterEnv(BackedVectorEnv):
             in_flight: How many rollouts a worker may make ahead of what was delivered. More keep it busy when learning
                 takes long, and make what it delivers older.
             max_lag: Throw away, and count, rollouts of a policy more than this many versions behind, and bring their
-                worker up to date. By default nothing is thrown away.
+                worker up to date. By default what the sync rule allows, and a rollout more of every worker than may be
+                in flight: only a worker that is far slower than the others exceeds that. `math.inf` delivers all.
             values: Per-call values for the policy; `stream.values` can be changed later.
 
         Raises:

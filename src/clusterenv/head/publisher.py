@@ -130,6 +130,11 @@ class Publisher:
         if version < self.version:
             self._own[index], self._divergence[index] = version, float("nan")
 
+    @property
+    def max_lag(self) -> float:
+        """How many versions behind the rule lets a worker be."""
+        return self._rule.max_lag
+
     def lag(self, index: int) -> int:
         """How many versions a worker is behind the newest."""
         return self.version - self._own[index]

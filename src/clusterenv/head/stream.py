@@ -57,14 +57,14 @@ class StreamWish:
     num_steps: int
     num_envs: int
     in_flight: int
-    max_lag: int | None
+    max_lag: float | None
     values: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "num_envs", "in_flight"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.max_lag is not None and self.max_lag < 0:
+        if self.max_lag is not None and not self.max_lag >= 0:
             raise ConfigError(f"max_lag must be at least 0 versions, got {self.max_lag}.")
 
 
@@ -109,14 +109,18 @@ class Stream:
         self._policy = policy
         self._assemble = assemble
         self._num_steps, self._num_envs = wish.num_steps, wish.num_envs
-        self._in_flight, self._max_lag = wish.in_flight, wish.max_lag
+        self._in_flight = wish.in_flight
         self._lanes = [Lane(member) for member in self._hub.members]
+        # A rollout ages while it is made and while those of all workers wait before it, and weights a rollout longer.
+        allowed = publisher.max_lag + (wish.in_flight + 1) * len(self._lanes)
+        self._max_lag = allowed if wish.max_lag is None else wish.max_lag
         self._ready: list[Made] = []
         self._encoded: tuple[int, NDArray[Any]] | None = None
         self._failure: ClusterEnvError | None = None
         self._succession = Succession(remote, publisher, self._weights)
         self._looked_at = 0.0
         self._was_changed = False
+        self._has_warned = False
         self.is_open = True
         self._remote.ask_all(StreamRequest)
         for lane in self._lanes:
@@ -235,7 +239,7 @@ class Stream:
 
     def _renew(self, lane: Lane) -> None:
         """Bring a worker the newest weights, if it needs them."""
-        if self._max_lag is not None and self._publisher.lag(lane.member.index) > self._max_lag:
+        if self._publisher.lag(lane.member.index) > self._max_lag:
             self._publisher.insist(lane.member.index)
             self._send_weights(lane)
         elif lane.measuring is None and self._publisher.is_behind(lane.member.index):
@@ -329,13 +333,21 @@ class Stream:
 
     def _discard_old(self) -> None:
         """Throw away what is too old to learn from."""
-        if self._max_lag is None:
-            return
         newest = self._publisher.version
         for made in [made for made in self._ready if newest - made.version > self._max_lag]:
             self._ready.remove(made)
             made.lane.num_ready -= 1
             self._ledger.note_discarded(made.block.rewards.size)
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "a rollout of worker %d was thrown away: its policy is %d versions old, and max_lag is %g. More "
+                    "such are counted in envs.stats['rollouts_discarded']. A worker much slower than the others makes old "
+                    "rollouts; so does a large in_flight. stream(max_lag=...) sets the bound, math.inf lifts it.",
+                    made.lane.member.index,
+                    newest - made.version,
+                    self._max_lag,
+                )
 
     def _drain(self, owing: dict[int, int]) -> None:
         """Wait until workers have heard that the stream has ended, each after the rollout it is making."""

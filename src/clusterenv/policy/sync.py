@@ -65,6 +65,10 @@ class SyncRule(Protocol):
     def needs_sketch(self) -> bool:
         """Whether the head must send sketches for this rule."""
 
+    @property
+    def max_lag(self) -> float:
+        """How many versions behind a worker pulls at the latest; infinite if it need not."""
+
     def start(self) -> Tracker:
         """Return the tracker for one worker."""
 
@@ -161,10 +165,11 @@ class EveryUpdate:
     """Pull every new version."""
 
     needs_sketch: ClassVar[bool] = False
+    max_lag: ClassVar[float] = 1
 
     def start(self) -> Tracker:
         """Return the tracker for one worker."""
-        return _LagTracker(1, Reason.UPDATE)
+        return _LagTracker(self.max_lag, Reason.UPDATE)
 
 
 @dataclass(frozen=True)
@@ -183,9 +188,14 @@ class PeriodicSync:
         if self.k < 1:
             raise ConfigError(f"PeriodicSync.k must be at least 1 version, got {self.k}.")
 
+    @property
+    def max_lag(self) -> float:
+        """The same as k."""
+        return self.k
+
     def start(self) -> Tracker:
         """Return the tracker for one worker."""
-        return _LagTracker(self.k, Reason.PERIOD)
+        return _LagTracker(self.max_lag, Reason.PERIOD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,23 +203,24 @@ class NeverSync:
     """Pull once, at the start, and then keep those weights."""
 
     needs_sketch: ClassVar[bool] = False
+    max_lag: ClassVar[float] = math.inf
 
     def start(self) -> Tracker:
         """Return the tracker for one worker."""
-        return _LagTracker(None, Reason.PERIOD)
+        return _LagTracker(self.max_lag, Reason.PERIOD)
 
 
 class _LagTracker:
-    """Pulls at a fixed number of versions behind; never, if that is None."""
+    """Pulls at a fixed number of versions behind."""
 
-    def __init__(self, lag: int | None, reason: Reason) -> None:
+    def __init__(self, lag: float, reason: Reason) -> None:
         self._lag = lag
         self._reason = reason
 
     def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
         if basic := _judge_versions(own, newest):
             return basic
-        if self._lag is not None and newest - own >= self._lag:
+        if newest - own >= self._lag:
             return Verdict(True, self._reason)
         return Verdict(False, Reason.WAITING)
 

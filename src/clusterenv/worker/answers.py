@@ -45,7 +45,7 @@ Answer: TypeAlias = tuple[Reply, Iterable[NDArray[Any]]]
 Send: TypeAlias = Callable[[Reply, Iterable[NDArray[Any]]], None]
 
 _MAX_BLOCKS = 8  # Streams take turns with several.
-_NUM_PARTS = 8  # The last is what the network still has to carry when the rollout is made.
+_PART_SHARE = 4  # A part is this fraction of what is left: few messages, and little to carry when the last is made.
 _PART_BYTES = 1 << 14  # Smaller parts are not worth their message.
 
 
@@ -151,13 +151,16 @@ class Answers:
         def send_part(done: int) -> None:
             """Send what is made already, so that the network works while the environments do."""
             nonlocal first
-            if done - first >= part_steps and done < request.num_steps:
+            if (
+                done - first >= max(least_steps, (request.num_steps - first) // _PART_SHARE)
+                and done < request.num_steps
+            ):
                 part = block.steps(first, done)
                 self._send(Part(request.call, first, done - first), part.arrays())
                 first = done
 
-        size = sum(array.nbytes for array in block.arrays())
-        part_steps = -(-request.num_steps // max(1, min(_NUM_PARTS, size // _PART_BYTES)))
+        size_bytes = sum(array.nbytes for array in block.arrays())
+        least_steps = -(-request.num_steps * _PART_BYTES // size_bytes)
         summary = self._shard.collect(
             block, request.number, _unpickled(request.arguments) or {}, None if self._shares_memory else send_part
         )
