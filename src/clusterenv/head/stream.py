@@ -342,7 +342,7 @@ class Stream:
                 self._has_warned = True
                 log.warning(
                     "a rollout of worker %d was thrown away: its policy is %d versions old, and max_lag is %g. More "
-                    "such are counted in envs.stats['rollouts_discarded']. A worker much slower than the others makes old "
+                    "such are counted in envs.stats['rollouts_discarded']. A worker much slower than others makes old "
                     "rollouts; so does a large in_flight. stream(max_lag=...) sets the bound, math.inf lifts it.",
                     made.lane.member.index,
                     newest - made.version,
