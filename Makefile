@@ -25,7 +25,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 tests: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.dev  ## Feed nonsense to the codecs for a while (SECONDS=60)
 	$(BIN)/python scripts/fuzz $(or $(SECONDS),60)
