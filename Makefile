@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types tests bench fuzz clean
+.PHONY: help demo test check lint types tests bench guard fuzz clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ fuzz: $(VENV)/.dev  ## Feed nonsense to the codecs for a while (SECONDS=60)
 
 bench: $(VENV)/.dev  ## Install peers, and measure them beside ClusterEnv (BENCH_ARGS=--quick for five minutes)
 	$(BIN)/python -m benchmarks.step $(BENCH_ARGS)
+
+guard: $(VENV)/.dev  ## Check that nothing has become a third slower, in half a minute
+	$(BIN)/python -m benchmarks.guard
 
 clean:  ## Remove what the targets above made
 	rm -rf $(VENV) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
