@@ -13,6 +13,7 @@ the agent on the workers instead.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections import deque
@@ -35,10 +36,13 @@ class Args:
     """PPO in a plain Gymnasium loop."""
 
     env_id: str = "CartPole-v1"
+    """which environment"""
     seed: int = 1
+    """of the environments, the weights and the order of learning"""
     total_timesteps: int = 150_000
     """environment steps"""
     num_envs: int = 16
+    """environments, shared out evenly over the workers"""
     num_workers: int | None = None
     """worker processes; by default one per core"""
     gymnasium: bool = False
@@ -46,18 +50,29 @@ class Args:
     num_steps: int = 128
     """steps of each environment between two updates"""
     learning_rate: float = 2e-3
+    """step size of Adam"""
     gamma: float = 0.99
+    """how much a reward counts one step earlier"""
     gae_lambda: float = 0.95
+    """how far ahead rewards count before the critic takes over"""
     update_epochs: int = 4
+    """passes over each rollout"""
     minibatch_size: int = 256
+    """transitions in a gradient step"""
     clip_coef: float = 0.2
+    """how far an update may move an action's probability: the ratio counts within 1 plus or minus this"""
     ent_coef: float = 0.01
+    """what a nat of the policy's entropy is worth in the loss"""
     vf_coef: float = 0.5
+    """what the critic's error weighs in the loss"""
     max_grad_norm: float = 0.5
+    """longer gradients are shortened to this"""
     torch_threads: int = 1
     """of the learner; more only slow networks as small as these"""
     track: bool = True
     """whether to write runs/..., if TensorBoard is installed"""
+    wandb_project: str | None = None
+    """also log to this project of Weights & Biases"""
     launcher: Launching = field(default_factory=LocalLauncher)
 
 
@@ -90,6 +105,8 @@ def train(args: Args) -> list[float]:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.torch_threads)
 
+    run_name = f"{args.env_id}__actions__{args.seed}__{int(time.time())}"
+    scalars = Scalars(run_name, args, track=args.track, wandb_project=args.wandb_project)
     envs: gym.vector.VectorEnv
     if args.gymnasium:
         envs = gym.vector.SyncVectorEnv([lambda: gym.make(args.env_id)] * args.num_envs)
@@ -113,7 +130,7 @@ def train(args: Args) -> list[float]:
     was_done = np.zeros(args.num_envs, np.bool_)
     num_updates = max(1, args.total_timesteps // (args.num_envs * args.num_steps))
     next_obs, _ = envs.reset(seed=args.seed)
-    with Scalars(f"{args.env_id}__actions__{args.seed}__{int(time.time())}", args, track=args.track) as scalars:
+    with scalars, contextlib.closing(envs):
         for update in range(num_updates):
             for step in range(args.num_steps):
                 obs[step] = torch.as_tensor(next_obs).flatten(1)
@@ -168,7 +185,6 @@ def train(args: Args) -> list[float]:
                     "entropy": entropy.mean().item(),
                 },
             )
-    envs.close()
     print(f"Mean return of the last {len(recent)} episodes: {np.mean(recent):.1f}.")
     return returns
 

@@ -36,10 +36,13 @@ class Args:
     """DQN, with double Q-learning."""
 
     env_id: str = "CartPole-v1"
+    """which environment"""
     seed: int = 1
+    """of the environments, the weights and the order of learning"""
     total_timesteps: int = 50_000
     """environment steps"""
     num_envs: int = 16
+    """environments, shared out evenly over the workers"""
     num_workers: int | None = None
     """worker processes; by default one per core"""
     num_steps: int = 8
@@ -49,22 +52,29 @@ class Args:
     learning_rate: float = 5e-4
     """falls to 0 over the run: Q-learning that goes on at full speed unlearns again"""
     buffer_size: int = 50_000
+    """transitions that are kept for replay"""
     learning_starts: int = 2_000
     """environment steps before the first gradient step"""
     steps_per_gradient: float = 2.0
     """environment steps for each gradient step"""
     batch_size: int = 128
+    """transitions in a gradient step"""
     gamma: float = 0.99
+    """how much a reward counts one step earlier"""
     tau: float = 0.005
     """how far the target network moves towards the newest with each gradient step"""
     start_e: float = 1.0
+    """epsilon, the share of random actions, at the start"""
     end_e: float = 0.05
+    """epsilon at the end"""
     exploration_fraction: float = 0.3
     """the share of the run in which epsilon falls from start_e to end_e"""
     torch_threads: int = 1
     """of the learner; more only slow networks as small as these"""
     track: bool = True
     """whether to write runs/..., if TensorBoard is installed"""
+    wandb_project: str | None = None
+    """also log to this project of Weights & Biases"""
     launcher: Launching = field(default_factory=LocalLauncher)
 
 
@@ -129,6 +139,7 @@ def train(args: Args) -> list[float]:
     recent: deque[float] = deque(maxlen=100)
     run_name = f"{args.env_id}__dqn__{args.seed}__{int(time.time())}"
     with (
+        Scalars(run_name, args, track=args.track, wandb_project=args.wandb_project) as scalars,
         ClusterEnv(
             args.env_id,
             args.num_envs,
@@ -136,7 +147,6 @@ def train(args: Args) -> list[float]:
             launcher=args.launcher,
             sync=AdaptiveSync(threshold=args.sync_threshold),
         ) as envs,
-        Scalars(run_name, args, track=args.track) as scalars,
     ):
         observation_space, action_space = envs.single_observation_space, envs.single_action_space
         assert isinstance(observation_space, gym.spaces.Box), "only flat observations are supported"

@@ -37,10 +37,13 @@ class Args:
     """PPO with discrete actions."""
 
     env_id: str = "LunarLander-v3"
+    """which environment"""
     seed: int = 1
+    """of the environments, the weights and the order of learning"""
     total_timesteps: int = 1_000_000
     """environment steps"""
     num_envs: int = 32
+    """environments, shared out evenly over the workers"""
     num_workers: int | None = None
     """worker processes; by default one per core"""
     num_steps: int = 256
@@ -50,21 +53,31 @@ class Args:
     learning_rate: float = 1e-3
     """falls to 0 over the run"""
     gamma: float = 0.99
+    """how much a reward counts one step earlier"""
     gae_lambda: float = 0.95
+    """how far ahead rewards count before the critic takes over"""
     reward_scale: float = 0.05
     """what the learner multiplies rewards by, so that values are of the size that networks learn easily"""
     update_epochs: int = 6
+    """passes over each rollout"""
     minibatch_size: int = 256
+    """transitions in a gradient step"""
     clip_coef: float = 0.2
+    """how far an update may move an action's probability: the ratio counts within 1 plus or minus this"""
     ent_coef: float = 0.01
+    """what a nat of the policy's entropy is worth in the loss"""
     vf_coef: float = 0.5
+    """what the critic's error weighs in the loss"""
     max_grad_norm: float = 0.5
+    """longer gradients are shortened to this"""
     weight_cap: float = 5.0
     """the largest weight of a transition for having been made by an older policy"""
     torch_threads: int = 1
     """of the learner; more only slow networks as small as these"""
     track: bool = True
     """whether to write runs/..., if TensorBoard is installed"""
+    wandb_project: str | None = None
+    """also log to this project of Weights & Biases"""
     launcher: Launching = field(default_factory=LocalLauncher)
 
 
@@ -105,6 +118,7 @@ def train(args: Args) -> list[float]:
     recent: deque[float] = deque(maxlen=100)
     run_name = f"{args.env_id}__ppo__{args.seed}__{int(time.time())}"
     with (
+        Scalars(run_name, args, track=args.track, wandb_project=args.wandb_project) as scalars,
         ClusterEnv(
             args.env_id,
             args.num_envs,
@@ -112,7 +126,6 @@ def train(args: Args) -> list[float]:
             launcher=args.launcher,
             sync=AdaptiveSync(threshold=args.sync_threshold),
         ) as envs,
-        Scalars(run_name, args, track=args.track) as scalars,
     ):
         observation_space, action_space = envs.single_observation_space, envs.single_action_space
         assert isinstance(observation_space, gym.spaces.Box), "only flat observations are supported"

@@ -39,12 +39,15 @@ class Args:
     """PPO with an LSTM."""
 
     env_id: str = "CartPole-v1"
+    """which environment"""
     hidden_inputs: tuple[int, ...] = (1, 3)
     """observations that the agent does not see: in CartPole the two speeds"""
     seed: int = 1
+    """of the environments, the weights and the order of learning"""
     total_timesteps: int = 150_000
     """environment steps"""
     num_envs: int = 32
+    """environments, shared out evenly over the workers"""
     num_workers: int | None = None
     """worker processes; by default one per core"""
     num_steps: int = 128
@@ -54,22 +57,31 @@ class Args:
     learning_rate: float = 2e-3
     """falls to 0 over the run"""
     gamma: float = 0.99
+    """how much a reward counts one step earlier"""
     gae_lambda: float = 0.95
+    """how far ahead rewards count before the critic takes over"""
     reward_scale: float = 0.05
     """what the learner multiplies rewards by, so that values are of the size that networks learn easily"""
     update_epochs: int = 4
+    """passes over each rollout"""
     num_minibatches: int = 4
     """sequences of different environments are the minibatches"""
     clip_coef: float = 0.2
+    """how far an update may move an action's probability: the ratio counts within 1 plus or minus this"""
     ent_coef: float = 0.01
+    """what a nat of the policy's entropy is worth in the loss"""
     vf_coef: float = 0.5
+    """what the critic's error weighs in the loss"""
     max_grad_norm: float = 0.5
+    """longer gradients are shortened to this"""
     weight_cap: float = 5.0
     """the largest weight of a transition for having been made by an older policy"""
     torch_threads: int = 1
     """of the learner; more only slow networks as small as these"""
     track: bool = True
     """whether to write runs/..., if TensorBoard is installed"""
+    wandb_project: str | None = None
+    """also log to this project of Weights & Biases"""
     launcher: Launching = field(default_factory=LocalLauncher)
 
 
@@ -126,6 +138,7 @@ def train(args: Args) -> list[float]:
     recent: deque[float] = deque(maxlen=100)
     run_name = f"{args.env_id}__ppo_lstm__{args.seed}__{int(time.time())}"
     with (
+        Scalars(run_name, args, track=args.track, wandb_project=args.wandb_project) as scalars,
         ClusterEnv(
             functools.partial(make_env, args.env_id, args.hidden_inputs),
             args.num_envs,
@@ -133,7 +146,6 @@ def train(args: Args) -> list[float]:
             launcher=args.launcher,
             sync=AdaptiveSync(threshold=args.sync_threshold),
         ) as envs,
-        Scalars(run_name, args, track=args.track) as scalars,
     ):
         observation_space, action_space = envs.single_observation_space, envs.single_action_space
         assert isinstance(observation_space, gym.spaces.Box), "only flat observations are supported"

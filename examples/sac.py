@@ -38,10 +38,13 @@ class Args:
     """SAC, with a tuned entropy."""
 
     env_id: str = "Pendulum-v1"
+    """which environment"""
     seed: int = 1
+    """of the environments, the weights and the order of learning"""
     total_timesteps: int = 20_000
     """environment steps"""
     num_envs: int = 8
+    """environments, shared out evenly over the workers"""
     num_workers: int | None = None
     """worker processes; by default one per core"""
     num_steps: int = 8
@@ -51,19 +54,25 @@ class Args:
     hidden: int = 64
     """units of each of the two hidden layers"""
     learning_rate: float = 1e-3
+    """step size of Adam"""
     buffer_size: int = 200_000
+    """transitions that are kept for replay"""
     learning_starts: int = 1_000
     """environment steps before the first gradient step"""
     steps_per_gradient: float = 2.0
     """environment steps for each gradient step"""
     batch_size: int = 256
+    """transitions in a gradient step"""
     gamma: float = 0.99
+    """how much a reward counts one step earlier"""
     tau: float = 0.01
     """how far the target critics move towards the newest with each gradient step"""
     torch_threads: int = 1
     """of the learner; more only slow networks as small as these"""
     track: bool = True
     """whether to write runs/..., if TensorBoard is installed"""
+    wandb_project: str | None = None
+    """also log to this project of Weights & Biases"""
     launcher: Launching = field(default_factory=LocalLauncher)
 
 
@@ -147,6 +156,7 @@ def train(args: Args) -> list[float]:
     recent: deque[float] = deque(maxlen=20)
     run_name = f"{args.env_id}__sac__{args.seed}__{int(time.time())}"
     with (
+        Scalars(run_name, args, track=args.track, wandb_project=args.wandb_project) as scalars,
         ClusterEnv(
             args.env_id,
             args.num_envs,
@@ -154,7 +164,6 @@ def train(args: Args) -> list[float]:
             launcher=args.launcher,
             sync=AdaptiveSync(threshold=args.sync_threshold),
         ) as envs,
-        Scalars(run_name, args, track=args.track) as scalars,
     ):
         observation_space, action_space = envs.single_observation_space, envs.single_action_space
         assert isinstance(observation_space, gym.spaces.Box), "only flat observations are supported"

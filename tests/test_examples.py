@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -90,3 +93,24 @@ def test_the_plain_loop_learns_and_gymnasiums_own_environments_learn_the_same() 
 
     assert improvement(train(total_timesteps=30_000, num_workers=2)) > 80
     assert train(total_timesteps=4_000, num_workers=2) == train(total_timesteps=4_000, gymnasium=True)
+
+
+def test_weights_and_biases_says_what_to_install_before_a_worker_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples import ppo
+
+    monkeypatch.setitem(sys.modules, "wandb", None)  # How Python itself marks a module that cannot be imported.
+    args = ppo.Args(track=False, wandb_project="landers", launcher=SSHLauncher(hosts=["nowhere.invalid"]))
+    with pytest.raises(ModuleNotFoundError, match="`pip install wandb`"):
+        ppo.train(args)
+
+
+@pytest.mark.parametrize("name", ["actions", "dqn", "ppo", "ppo_continuous", "ppo_lstm", "sac"])
+def test_help_explains_every_argument(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import tyro
+
+    example = importlib.import_module(f"examples.{name}")
+    with pytest.raises(SystemExit):
+        tyro.cli(example.Args, args=["--help"])
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--num-envs INT environments" in words
+    assert re.findall(r"(--[a-z][\w-]*)(?:, --no-[\w-]+)? (?:\S+ )?\(default", words) == [], "arguments without a word"
