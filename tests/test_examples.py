@@ -64,6 +64,46 @@ def test_ppo_continuous_learns() -> None:
     assert improvement(example.train(args)) > 30
 
 
+def test_ppo_on_a_stream_learns() -> None:
+    from examples import ppo_async as example
+
+    args = example.Args(
+        env_id="CartPole-v1",
+        total_timesteps=40_000,
+        num_steps=64,
+        learning_rate=2e-3,
+        num_workers=2,
+        track=False,
+    )
+    assert improvement(example.train(args)) > 60
+
+
+def test_v_trace_is_generalized_advantage_estimation_where_workers_are_up_to_date() -> None:
+    import torch
+    from examples import ppo, ppo_async
+
+    rng = torch.Generator().manual_seed(1)
+    rewards, values = torch.randn(9, 4, generator=rng), torch.randn(10, 4, generator=rng)
+    done = torch.rand(9, 4, generator=rng) < 0.3
+    terminated = done & (torch.rand(9, 4, generator=rng) < 0.5)
+    expected = ppo.estimate_advantages(rewards, values, terminated, done, ppo.Args())
+    advantages, targets = ppo_async.trace(rewards, values, terminated, done, torch.ones(9, 4), ppo_async.Args())
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(targets, values[:-1] + expected)
+
+
+def test_v_trace_believes_the_critic_where_the_newest_policy_would_never_have_gone() -> None:
+    import torch
+    from examples import ppo_async
+
+    rewards, values, going = torch.full((3, 1), 100.0), torch.zeros(4, 1), torch.zeros(3, 1, dtype=torch.bool)
+    weights = torch.tensor([[1.0], [0.0], [1.0]])
+    args = ppo_async.Args(gamma=1.0, trace_lambda=1.0)
+    advantages, targets = ppo_async.trace(rewards, values, going, going, weights, args)
+    assert targets.flatten().tolist() == [100.0, 0.0, 100.0]
+    assert advantages.flatten().tolist() == [100.0, 200.0, 100.0]
+
+
 def test_dqn_learns() -> None:
     from examples import dqn
 
@@ -104,7 +144,7 @@ def test_weights_and_biases_says_what_to_install_before_a_worker_is_started(monk
         ppo.train(args)
 
 
-@pytest.mark.parametrize("name", ["actions", "dqn", "ppo", "ppo_continuous", "ppo_lstm", "sac"])
+@pytest.mark.parametrize("name", ["actions", "dqn", "ppo", "ppo_async", "ppo_continuous", "ppo_lstm", "sac"])
 def test_help_explains_every_argument(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     import tyro
 
