@@ -104,6 +104,27 @@ def test_v_trace_believes_the_critic_where_the_newest_policy_would_never_have_go
     assert advantages.flatten().tolist() == [100.0, 200.0, 100.0]
 
 
+def test_ppo_atari_learns_from_pixels() -> None:
+    pytest.importorskip("ale_py")
+    pytest.importorskip("cv2")
+    from examples import ppo_atari as example
+
+    args = example.Args(
+        env_id="ALE/CrazyClimber-v5",
+        total_timesteps=21_504,
+        max_episode_steps=256,
+        screen_size=42,
+        num_envs=16,
+        num_steps=64,
+        learning_rate=1e-3,
+        clip_coef=0.2,
+        num_workers=2,
+        torch_threads=1,
+        track=False,
+    )
+    assert improvement(example.train(args), num_episodes=16) > 100
+
+
 def test_dqn_learns() -> None:
     from examples import dqn
 
@@ -144,10 +165,14 @@ def test_weights_and_biases_says_what_to_install_before_a_worker_is_started(monk
         ppo.train(args)
 
 
-@pytest.mark.parametrize("name", ["actions", "dqn", "ppo", "ppo_async", "ppo_continuous", "ppo_lstm", "sac"])
+@pytest.mark.parametrize(
+    "name", ["actions", "dqn", "ppo", "ppo_async", "ppo_atari", "ppo_continuous", "ppo_lstm", "sac"]
+)
 def test_help_explains_every_argument(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     import tyro
 
+    if name == "ppo_atari":
+        pytest.importorskip("ale_py")
     example = importlib.import_module(f"examples.{name}")
     with pytest.raises(SystemExit):
         tyro.cli(example.Args, args=["--help"])
