@@ -50,5 +50,5 @@ $(VENV)/.base: pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.base
 	@echo "Installing what the tests need (torch and EnvPool among them) ..."
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[dev,torch,envpool,bench,sb3,mujoco,examples,fuzz]"
+	$(PIP) -e ".[dev,torch,envpool,bench,sb3,mujoco,atari,examples,fuzz]"
 	@touch $@
