@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP_SEEN := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PIP := $(PIP_SEEN) --quiet
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint types tests bench guard fuzz clean
@@ -10,8 +11,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(VENV)/.base  ## Install, and run many environments on this machine's cores
-	$(BIN)/python -m examples.demo
+demo: $(VENV)/.demo  ## Install, and watch PPO learn to land on the moon: two minutes (DEMO_ARGS=--help for options)
+	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
 test: tests  ## Install, and run the tests
 
@@ -45,6 +46,12 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	$(PIP) --upgrade pip
 	$(PIP) swig
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) -e ".[box2d]"
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	@echo "Installing what the demo needs: torch, which is large, and matplotlib ..."
+	$(PIP_SEEN) torch
+	$(PIP) -e ".[demo]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -27,7 +27,7 @@ import tyro
 from torch import nn
 from torch.distributions import Categorical
 
-from clusterenv import AdaptiveSync, ClusterEnv, LocalLauncher
+from clusterenv import AdaptiveSync, ClusterEnv, LocalLauncher, Rollout
 from examples.launching import Launching
 from examples.scalars import Scalars
 
@@ -139,49 +139,13 @@ def train(args: Args) -> list[float]:
             rollout = envs.rollout(agent, args.num_steps)
             returns += rollout.episodes.returns.tolist()
             recent.extend(rollout.episodes.returns.tolist())
-
-            # A row more than steps: an episode's last observation is the row after its end, so every action's
-            # successor, final observations of truncated episodes included, is simply the next row.
-            obs = torch.as_tensor(np.concatenate([rollout.obs, rollout.next_obs[None]]), dtype=torch.float32).flatten(2)
-            actions = torch.as_tensor(rollout.actions)
-            with torch.no_grad():
-                values = agent.critic(obs)[..., 0]  # By the newest critic: the workers' may be older.
-                anchor = agent.get_action_and_value(obs[:-1], actions)[1]
-                weights = (anchor - torch.as_tensor(rollout.logprob)).exp().clamp(max=args.weight_cap)
-            advantages = estimate_advantages(
-                args.reward_scale * torch.as_tensor(rollout.rewards, dtype=torch.float32),
-                values,
-                torch.as_tensor(rollout.terminations),
-                torch.as_tensor(rollout.terminations | rollout.truncations),
-                args,
-            )
-            valid = torch.as_tensor(rollout.valid)
-            columns = (obs[:-1], actions, anchor, weights, advantages, advantages + values[:-1])
-            batch = [column[valid] for column in columns]
-
-            num_rows = len(batch[0])
-            for _ in range(args.update_epochs):
-                for rows in torch.randperm(num_rows).tensor_split(max(1, num_rows // args.minibatch_size)):
-                    x, action, old, weight, advantage, target = (column[rows] for column in batch)
-                    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-                    _, logprob, entropy, value = agent.get_action_and_value(x, action)
-                    ratio = (logprob - old).exp()
-                    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-                    policy_loss = -(weight * torch.min(ratio * advantage, clipped * advantage)).mean()
-                    value_loss = 0.5 * (value[:, 0] - target).square().mean()
-                    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()
-                    optimizer.zero_grad()
-                    loss.backward()
-                    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                    optimizer.step()
-
+            losses = learn(agent, optimizer, rollout, args)
             stats = envs.stats
             scalars.write(
                 stats["env_steps"],
                 {
                     "return": float(np.mean(recent)) if recent else float("nan"),
-                    "value_loss": value_loss.item(),
-                    "entropy": entropy.mean().item(),
+                    **losses,
                     "divergence": stats["divergence"],
                     "pulls": stats["pulls"],
                     "steps_per_second": stats["env_steps_per_second"],
@@ -189,6 +153,45 @@ def train(args: Args) -> list[float]:
             )
         print(f"Mean return of the last {len(recent)} episodes: {np.mean(recent):.1f}. {envs.summary()}")
     return returns
+
+
+def learn(agent: Agent, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> dict[str, float]:
+    """Improve the agent by one rollout; returns what is worth a curve."""
+    # A row more than steps: an episode's last observation is the row after its end, so every action's
+    # successor, final observations of truncated episodes included, is simply the next row.
+    obs = torch.as_tensor(np.concatenate([rollout.obs, rollout.next_obs[None]]), dtype=torch.float32).flatten(2)
+    actions = torch.as_tensor(rollout.actions)
+    with torch.no_grad():
+        values = agent.critic(obs)[..., 0]  # By the newest critic: the workers' may be older.
+        anchor = agent.get_action_and_value(obs[:-1], actions)[1]
+        weights = (anchor - torch.as_tensor(rollout.logprob)).exp().clamp(max=args.weight_cap)
+    advantages = estimate_advantages(
+        args.reward_scale * torch.as_tensor(rollout.rewards, dtype=torch.float32),
+        values,
+        torch.as_tensor(rollout.terminations),
+        torch.as_tensor(rollout.terminations | rollout.truncations),
+        args,
+    )
+    valid = torch.as_tensor(rollout.valid)
+    columns = (obs[:-1], actions, anchor, weights, advantages, advantages + values[:-1])
+    batch = [column[valid] for column in columns]
+
+    num_rows = len(batch[0])
+    for _ in range(args.update_epochs):
+        for rows in torch.randperm(num_rows).tensor_split(max(1, num_rows // args.minibatch_size)):
+            x, action, old, weight, advantage, target = (column[rows] for column in batch)
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            _, logprob, entropy, value = agent.get_action_and_value(x, action)
+            ratio = (logprob - old).exp()
+            clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+            policy_loss = -(weight * torch.min(ratio * advantage, clipped * advantage)).mean()
+            value_loss = 0.5 * (value[:, 0] - target).square().mean()
+            loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            optimizer.step()
+    return {"value_loss": value_loss.item(), "entropy": entropy.mean().item()}
 
 
 def estimate_advantages(

@@ -1,0 +1,1 @@
+"""`make demo`: PPO learns to land on the moon within two minutes, and you can watch it."""

@@ -1,0 +1,145 @@
+"""PPO on LunarLander: one of the four scripts of docs/tutorial.md, which explains how they differ."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import tyro
+from torch import nn
+from torch.distributions import Categorical
+
+from clusterenv import AdaptiveSync, ClusterEnv, LocalLauncher
+from examples.launching import Launching
+
+
+@dataclass
+class Args:
+    """PPO on LunarLander."""
+
+    seed: int = 1
+    total_timesteps: int = 300_000
+    """environment steps"""
+    num_envs: int = 32
+    num_steps: int = 256
+    """steps of each environment between two updates"""
+    learning_rate: float = 1e-3
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    update_epochs: int = 4
+    minibatch_size: int = 512
+    reward_scale: float = 0.05
+    """what the learner multiplies rewards by"""
+    launcher: Launching = field(default_factory=LocalLauncher)
+
+
+class Agent(nn.Module):
+    """An actor and a critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = mlp(1, last_gain=1.0)
+        self.actor = mlp(4, last_gain=0.01)
+
+    def get_action_and_value(
+        self, x: torch.Tensor, action: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return actions (sampled unless given), their log-probabilities, entropies and values."""
+        probs = Categorical(logits=self.actor(x))
+        if action is None:
+            action = probs.sample()
+        return action, probs.log_prob(action), probs.entropy(), self.critic(x)
+
+
+def mlp(num_outputs: int, last_gain: float) -> nn.Sequential:
+    """Make two hidden layers of 64 tanh units, orthogonally initialised."""
+    layers = [nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, num_outputs)]
+    for layer, gain in zip(layers, (2**0.5, 2**0.5, last_gain), strict=True):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+def train(args: Args) -> list[float]:
+    """Train; returns the returns of all episodes."""
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)
+    agent = Agent()
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    num_updates = max(1, args.total_timesteps // (args.num_envs * args.num_steps))
+    returns: list[float] = []
+
+    sync = AdaptiveSync(threshold=0.05)
+    envs = ClusterEnv("LunarLander-v3", args.num_envs, sync=sync, launcher=args.launcher)
+    envs.reset(seed=args.seed)
+    began = time.perf_counter()
+    stream = envs.stream(agent, args.num_steps, num_envs=args.num_envs)
+    for rollout in itertools.islice(stream, num_updates):
+        returns += rollout.episodes.returns.tolist()
+        learn(
+            agent,
+            optimizer,
+            args,
+            torch.as_tensor(np.concatenate([rollout.obs, rollout.next_obs[None]])),
+            torch.as_tensor(rollout.actions),
+            torch.as_tensor(rollout.logprob),
+            torch.as_tensor(rollout.rewards, dtype=torch.float32),
+            torch.as_tensor(rollout.terminations),
+            torch.as_tensor(rollout.terminations | rollout.truncations),
+            torch.as_tensor(rollout.valid),
+        )
+    seconds = time.perf_counter() - began
+    envs.close()
+
+    steps = num_updates * args.num_steps * args.num_envs
+    print(f"{steps:,} steps in {seconds:.1f} s: {steps / seconds:,.0f} steps/s, learning included.")
+    print(f"Mean return of the last 100 episodes: {np.mean(returns[-100:]):.1f}.")
+    return returns
+
+
+def learn(
+    agent: Agent,
+    optimizer: torch.optim.Optimizer,
+    args: Args,
+    obs: torch.Tensor,
+    actions: torch.Tensor,
+    logprobs: torch.Tensor,
+    rewards: torch.Tensor,
+    terminated: torch.Tensor,
+    done: torch.Tensor,
+    valid: torch.Tensor,
+) -> None:
+    """Improve the agent by arrays `[T, N]`; `obs` has a row more."""
+    advantages = torch.zeros_like(rewards)
+    with torch.no_grad():
+        values = agent.critic(obs)[..., 0]
+        # The workers' policy may be a few updates old. The anchor of the clipping is the learner's own, newest one, and
+        # a weight corrects for who made the data.
+        anchor = agent.get_action_and_value(obs[:-1], actions)[1]
+        weights = (anchor - logprobs).exp().clamp(max=5.0)
+        # A truncated episode has a future: its last observation's value. A terminated one has none.
+        errors = args.reward_scale * rewards + args.gamma * ~terminated * values[1:] - values[:-1]
+        ahead = torch.zeros_like(errors[0])
+        for t in reversed(range(len(errors))):
+            advantages[t] = ahead = errors[t] + args.gamma * args.gae_lambda * ~done[t] * ahead
+    batch = [part[valid] for part in (obs[:-1], actions, anchor, weights, advantages, advantages + values[:-1])]
+    num_rows = len(batch[0])
+    for _ in range(args.update_epochs):
+        for rows in torch.randperm(num_rows).tensor_split(max(1, num_rows // args.minibatch_size)):
+            x, action, old, weight, advantage, target = (part[rows] for part in batch)
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            _, logprob, entropy, value = agent.get_action_and_value(x, action)
+            ratio = (logprob - old).exp()
+            policy_loss = -(weight * torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)).mean()
+            loss = policy_loss + 0.25 * (value[:, 0] - target).square().mean() - 0.01 * entropy.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+            optimizer.step()
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args))
