@@ -239,7 +239,8 @@ _REMEDY = (
     "stale workers then hold it back, and it never moves far enough for them to pull. The remedy is the decoupled "
     "objective: clip against the learner's own recent policy and weight by recent/behaviour probability (rollout "
     "extras hold the behaviour log-probabilities); see docs/sync.md. A lower AdaptiveSync(threshold=...), or "
-    "EveryUpdate(), also works. Harmless if training has simply converged."
+    "EveryUpdate(), also works. Harmless if training has converged, or if the objective is decoupled already: then "
+    "AdaptiveSync(plateau=None) saves such pulls."
 )
 _ADVICE = {
     Reason.PLATEAU: (
