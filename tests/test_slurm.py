@@ -277,6 +277,24 @@ def test_workers_of_a_job_that_is_over_are_started_in_another(login: SlurmCluste
         fleet.stop(0.0)
 
 
+def test_ending_a_worker_that_hangs_keeps_no_descriptor(login: SlurmCluster, door: Door, tmp_path: Path) -> None:
+    def count_nameless_files() -> int:
+        links = (os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+        return sum(link.endswith("(deleted)") for link in links)
+
+    fleet = SlurmLauncher(nodes=2, log_dir=tmp_path).launch(door.ticket, 1)
+    try:
+        before = count_nameless_files()
+        hung = door.await_join(fleet).pid
+        os.kill(hung, signal.SIGSTOP)
+        fleet.restart(0)
+        assert count_nameless_files() == before + 1, "the output of the step that ends it"
+        door.wait_until(lambda: fleet.exits() == {} and count_nameless_files() == before, fleet)
+        assert wait_until_gone([hung]) == []
+    finally:
+        fleet.stop(0.0)
+
+
 def test_a_cancelled_job_is_not_started_again(login: SlurmCluster, door: Door, tmp_path: Path) -> None:
     fleet = SlurmLauncher(log_dir=tmp_path).launch(door.ticket, 1)
     try:

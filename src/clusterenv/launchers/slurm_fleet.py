@@ -119,6 +119,9 @@ class SlurmFleet:
         self._all.look()
         for step in self._replacements.values():
             step.look()
+        for step in [step for step in self._endings if step.ended]:
+            step.stop(0.0)
+            self._endings.remove(step)
         if isinstance(self._all, Job) and self._run != (self._all.id, self._all.num_runs) and self._all.num_runs:
             self._begin((self._all.id, self._all.num_runs))
 
