@@ -277,6 +277,28 @@ def test_workers_of_a_job_that_is_over_are_started_in_another(login: SlurmCluste
         fleet.stop(0.0)
 
 
+def test_the_last_worker_that_came_with_a_job_does_not_take_the_others_with_it(
+    login: SlurmCluster, door: Door, tmp_path: Path
+) -> None:
+    fleet = SlurmLauncher(nodes=2, log_dir=tmp_path).launch(door.ticket, 2)
+    try:
+        first = {join.worker_index: join.pid for join in (door.await_join(fleet), door.await_join(fleet))}
+        jobs = login.jobs()
+        os.kill(first[0], signal.SIGKILL)
+        door.await_exit(fleet, 0)
+        fleet.restart(0)
+        successor = door.await_join(fleet).pid
+        os.kill(first[1], signal.SIGKILL)
+        assert "killed by SIGKILL" in door.await_exit(fleet, 1)
+        assert list(fleet.exits()) == [1]
+        fleet.restart(1)
+        assert door.await_join(fleet).worker_index == 1
+        assert wait_until_gone([successor], 0.0) == [successor], "it is still there"
+        assert login.jobs() == jobs
+    finally:
+        fleet.stop(0.0)
+
+
 def test_ending_a_worker_that_hangs_keeps_no_descriptor(login: SlurmCluster, door: Door, tmp_path: Path) -> None:
     def count_nameless_files() -> int:
         links = (os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())

@@ -14,6 +14,8 @@ from clusterenv.wire.ticket import WORKER_VARIABLE
 SAYS = "clusterenv:"  # How the lines begin that the head reads in a log.
 ANY_WORKER = "$SLURM_PROCID"  # In a step with all workers, the index of each.
 
+_LOOK_S = 5  # How often a job that has lost its first workers looks whether others are left.
+
 STEP = (
     "srun",
     "--export=ALL",  # Not what sbatch was told: the setup may have changed the environment since.
@@ -60,7 +62,10 @@ def worker_script(worker: str, variables: Mapping[str, str], setup: Sequence[str
 
 
 def job_script(step: Sequence[str], log_dir: Path) -> str:
-    """Return the batch script of a job that runs this step and nothing else.
+    """Return the batch script of a job that runs this step, and stays for workers that were started again beside it.
+
+    Those are steps of their own. If the job ended with the last worker that came with it, it would take them all with
+    it.
 
     It writes to the log directory if the node it runs on has it too, and else where `sbatch --output` says.
     """
@@ -69,5 +74,10 @@ def job_script(step: Sequence[str], log_dir: Path) -> str:
         "#!/bin/bash\n"
         f'[ -d {directory} ] && exec >>{directory}/"job-$SLURM_JOB_ID.log" 2>&1\n'
         f'echo "{SAYS} job $SLURM_JOB_ID starts on $SLURM_JOB_NODELIST"\n'
-        f"exec {shlex.join(step)}\n"
+        f"{shlex.join(step)}\n"
+        "status=$?\n"
+        'while squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q "\\.[0-9]"; do\n'
+        f"    sleep {_LOOK_S}\n"
+        "done\n"
+        "exit $status\n"
     )
