@@ -134,6 +134,14 @@ class SlurmCluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def start_node(self, node: Host) -> None:
+        """Let a node that was killed have power again."""
+        self.daemons[node.name].wait()
+        self._start_daemon(node)
+
+    def _start_daemon(self, node: Host) -> None:
+        self._start(node.name, node, "slurmd", "-D", "-f", str(self.config))
+
     def _start(self, name: str, host: Host, *command: str) -> None:
         environment = os.environ | {"SLURM_CONF": str(self.config)}
         with (self.directory / f"{name}.out").open("wb") as out:
@@ -152,7 +160,7 @@ class SlurmCluster:
         self._await_up(lambda: (self.directory / "munge.socket").exists())
         self._start("slurmctld", self.login, "slurmctld", "-D", "-c", "-f", str(self.config))
         for node in self.nodes:
-            self._start(node.name, node, "slurmd", "-D", "-f", str(self.config))
+            self._start_daemon(node)
         self._await_up(lambda: self._count_idle() == len(self.nodes))
 
     def _await_up(self, is_up: Callable[[], bool]) -> None:
