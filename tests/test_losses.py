@@ -601,6 +601,21 @@ def test_a_stream_loses_nothing_but_what_a_lost_worker_was_making(remote: Backen
         driver.finish()
 
 
+def test_a_stream_survives_a_replacement_that_dies_while_it_starts(remote: Backend, tmp_path: Path) -> None:
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    faults = [Fault("kill", "step", after=30, once=first), Fault("kill", "constructor", once=second, given=first)]
+    with ClusterEnv(make_numbered(NUM_ENVS, {3: faults}), **remote) as envs:
+        driver = Driver(envs)
+        driver.reset()
+        with envs.stream(choose, 8) as stream:
+            while not envs.losses:
+                driver.checker.rollout(next(stream))
+            for rollout in itertools.islice(stream, 10):
+                driver.checker.rollout(rollout)
+        assert Path(second).exists()
+        assert lost_workers(envs) == [1]
+
+
 def test_a_stream_ends_when_a_worker_is_of_no_use_however_well_the_others_do(remote: Backend) -> None:
     makers = make_numbered(2, {1: [Fault("kill", "step", after=3)]})
     with ClusterEnv(makers, **remote) as envs:

@@ -217,7 +217,9 @@ class Stream:
         now = time.monotonic()
         if now - self._looked_at > _LOOK_S:
             self._looked_at = now
-            for member, loss in self._hub.look_for_losses(self._hub.members):
+            # Whose successor is yet to be started has ended, and was mourned.
+            members = [lane.member for lane in self._lanes if lane.restart_at is None]
+            for member, loss in self._hub.look_for_losses(members):
                 lane = self._lanes[member.index]
                 self._ledger.rollouts_lost += len(lane.asked)
                 self._was_changed = True
