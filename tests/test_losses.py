@@ -616,6 +616,20 @@ def test_a_stream_survives_a_replacement_that_dies_while_it_starts(remote: Backe
         assert lost_workers(envs) == [1]
 
 
+def test_a_worker_that_has_served_a_stream_may_die_at_the_start_of_the_next_again_and_again(remote: Backend) -> None:
+    with ClusterEnv(make_numbered(NUM_ENVS), **remote) as envs:
+        envs.reset(seed=1)
+        for number in range(4):
+            with envs.stream(choose, 8) as stream:
+                while next(stream).env_indices[0] != 2:
+                    pass
+            with envs.stream(choose, 2000) as stream:  # So many steps that it is dead before it has made them.
+                os.kill(envs.worker_pids[1], signal.SIGKILL)
+                while len(envs.losses) == number:
+                    next(stream)
+        assert lost_workers(envs) == [1] * 4
+
+
 def test_a_stream_ends_when_a_worker_is_of_no_use_however_well_the_others_do(remote: Backend) -> None:
     makers = make_numbered(2, {1: [Fault("kill", "step", after=3)]})
     with ClusterEnv(makers, **remote) as envs:

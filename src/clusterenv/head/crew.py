@@ -154,7 +154,7 @@ class Crew:
             self._given |= {m.index: (m, reply) for m, reply in pending if not isinstance(reply, Lost)}
             for member, reply in pending:
                 if isinstance(reply, Collected):
-                    self._records[member.index].has_collected = True
+                    self.note_collected(member)
             if not lost:
                 break
             self.replace(lost)
@@ -228,13 +228,18 @@ class Crew:
         )
         log.warning("%s, takes over after %.1f s", member, recovery_s)
 
-    def allow(self, member: Member, loss: Lost, *, has_achieved: bool | None = None) -> float:
+    def note_collected(self, member: Member) -> None:
+        """Write down that a worker has made a rollout, and so was of use."""
+        self._records[member.index].has_collected = True
+
+    def allow(self, member: Member, loss: Lost, *, by_calls: bool = True) -> float:
         """Decide whether to replace a lost worker, and with which seeds; returns how many seconds to wait before.
 
         Args:
             member: Who is lost.
             loss: How.
-            has_achieved: Whether it was of any use since it came; None to decide that by the calls since then.
+            by_calls: Whether it was of use not only if it has made a rollout since it came, but also if there were many
+                calls.
 
         Raises:
             WorkerLost: This was once too often, or losses are to be raised.
@@ -245,8 +250,7 @@ class Crew:
             return 0.0
         if not self._replaces:
             raise lost_error(member, loss)
-        if has_achieved is None:
-            has_achieved = record.has_collected or call - record.last_call > _NEARBY_CALLS
+        has_achieved = record.has_collected or (by_calls and call - record.last_call > _NEARBY_CALLS)
         record.in_a_row = 1 if has_achieved else record.in_a_row + 1
         record.has_collected = False
         record.last_call = call

@@ -66,7 +66,6 @@ class Lane:
         asked: Rollouts it was asked for, in order.
         free: Slots that nothing is on the way to.
         num_ready: Rollouts that came and were not delivered yet.
-        num_made: Rollouts that came since this worker has its place.
         measuring: The number of the request and the version, while the worker compares its policy.
         num_loads: How often it was sent weights since something came from it.
         tasks: What a new worker still needs, in order.
@@ -79,7 +78,6 @@ class Lane:
     asked: deque[Asked] = field(default_factory=deque)
     free: list[Slot] = field(default_factory=list)
     num_ready: int = 0
-    num_made: int = 0
     measuring: tuple[int, int] | None = None
     num_loads: int = 0
     tasks: deque[Task] = field(default_factory=deque)
@@ -122,7 +120,6 @@ class Lane:
             raise WireError(f"its summary is a {type(summary).__name__}")
         self.asked.popleft()
         self.num_ready += 1
-        self.num_made += 1
         own = block
         if asked.slot.memory is not None:
             own = block.copy()
@@ -133,7 +130,6 @@ class Lane:
         """Forget what a lost worker was asked for."""
         self.free += [asked.slot for asked in self.asked if asked.slot.memory is not None]
         self.asked.clear()
-        self.num_made = 0
         self.tasks.clear()
         self.measuring = None
         self.num_loads = 0

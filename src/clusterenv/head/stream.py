@@ -315,6 +315,7 @@ class Stream:
         made = lane.accept(reply, frames)
         if made is None:
             return
+        self._crew.note_collected(lane.member)
         if not self._hub.shares_memory(lane.member):  # Else they are the worker's own, and it is further on.
             self._remote.note_observations(lane.member, [column[-1] for column in made.block.observations])
         self._publisher.remember_shard(lane.member.index, made.block, number)

@@ -52,10 +52,9 @@ class Succession:
         """
         lane.member.is_late = False
         self._hub.give_up(lane.member, loss)
-        has_achieved = lane.num_made > 0
         lane.lose(loss, now)
         # Calls say little here: those of the others go on.
-        lane.restart_at = now + self._crew.allow(lane.member, loss, has_achieved=has_achieved)
+        lane.restart_at = now + self._crew.allow(lane.member, loss, by_calls=False)
 
     def go_on(self, lane: Lane, now: float) -> None:
         """Take the next step, if it is time for it: start the worker, let it join, give it what it needs.
