@@ -19,8 +19,9 @@ def run_chaos(*arguments: str) -> None:
     """Run it; it ends with 0 only if all is well."""
     command = [sys.executable, "-m", "benchmarks.chaos", "--workers=2", "--silence=2", *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
         try:
             said, _ = process.communicate()
         except BaseException:
