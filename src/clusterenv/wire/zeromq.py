@@ -169,8 +169,15 @@ class WorkerSocket:
         events: Tells of connections made, refused and ended; for one other thread to listen to, and to close.
     """
 
-    def __init__(self, ticket: Ticket) -> None:
-        self._context = zmq.Context()
+    def __init__(self, ticket: Ticket, context: zmq.Context[Any] | None = None) -> None:
+        """Connect.
+
+        Args:
+            ticket: Says where to, and with which keys.
+            context: ZeroMQ's threads, if several sockets share them: then it is the caller's to end.
+        """
+        self._owns_context = context is None
+        self._context = context or zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.ipv6 = "[" in ticket.endpoint
@@ -201,4 +208,5 @@ class WorkerSocket:
         """Close, giving what was sent last this long to leave."""
         self._socket.disable_monitor()
         self._socket.close(linger=int(linger_s * 1000))
-        self._context.term()
+        if self._owns_context:
+            self._context.term()
