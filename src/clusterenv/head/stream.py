@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import cloudpickle
 import zmq
-from numpy.typing import NDArray
 
 from clusterenv.errors import CallTimeout, ClusterEnvError, ConfigError, WireError
 from clusterenv.head.failure import failure_of
@@ -41,6 +40,7 @@ from clusterenv.wire.messages import (
     Returned,
 )
 from clusterenv.wire.messages import Stream as StreamRequest
+from clusterenv.wire.zeromq import Frames, cut
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Stream:
         )  # Lanes to see to: to look at all of them after every message takes long.
         self._seen_version = 0
         self._vacant: dict[Lane, None] = {}
-        self._encoded: tuple[int, NDArray[Any]] | None = None
+        self._encoded: tuple[int, Frames] | None = None
         self._failure: ClusterEnvError | None = None
         self._succession = Succession(remote, publisher, self._weights)
         self._looked_at = 0.0
@@ -297,12 +297,12 @@ class Stream:
         """Send a worker the newest weights, which are encoded once for all."""
         version = self._publisher.version
         lane.num_loads += 1
-        self._hub.post(lane.member, lambda call: Load(version), [self._weights()])
+        self._hub.post(lane.member, lambda call: Load(version), self._weights())
 
-    def _weights(self) -> NDArray[Any]:
+    def _weights(self) -> Frames:
         version = self._publisher.version
         if self._encoded is None or self._encoded[0] != version:
-            self._encoded = version, self._publisher.weights_spec.encode(self._policy.weights())
+            self._encoded = version, cut(self._publisher.weights_spec.encode(self._policy.weights()))
         return self._encoded[1]
 
     def _accept(self, member: Member, reply: Reply, frames: Sequence[zmq.Frame]) -> None:

@@ -11,7 +11,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import zmq
+from numpy.typing import NDArray
 from zmq.utils import z85
 
 from clusterenv.errors import ConfigError
@@ -29,7 +31,19 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _EVENTS_ENDPOINT = "inproc://clusterenv.events"
 _ENOUGH_EVENTS = 1000  # To read in one go: strangers may come faster than they can be counted.
 
+_CHUNK_BYTES = 1 << 18
+
 Frames = list[zmq.Frame]
+
+
+def cut(block: NDArray[np.uint8]) -> Frames:
+    """Cut weights into frames, once for all workers that they are sent to.
+
+    ZeroMQ encrypts a frame as a whole, for each worker anew, and keeps that until the worker's connection has taken
+    it. So frames are small: a thousand workers may pull at once, and what others send comes in between.
+    """
+    view = block.data
+    return [zmq.Frame(view[i : i + _CHUNK_BYTES], copy=False) for i in range(0, max(1, len(view)), _CHUNK_BYTES)]
 
 
 class HeadSocket:
