@@ -16,12 +16,12 @@ Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 
 class MlpAgent(nn.Module):
-    """A policy and a critic of two hidden layers of 64 each, for vector observations and discrete actions."""
+    """A policy and a critic of two hidden layers each, for vector observations and discrete actions."""
 
-    def __init__(self, observation_size: int, num_actions: int) -> None:
+    def __init__(self, observation_size: int, num_actions: int, hidden: int = 64) -> None:
         super().__init__()
-        self.critic = make_mlp(observation_size, 1, last_gain=1.0)
-        self.actor = make_mlp(observation_size, num_actions, last_gain=0.01)
+        self.critic = make_mlp(observation_size, 1, hidden, last_gain=1.0)
+        self.actor = make_mlp(observation_size, num_actions, hidden, last_gain=0.01)
 
     def get_value(self, x: torch.Tensor) -> torch.Tensor:
         """Return the values, shape `[n, 1]`."""
@@ -74,14 +74,20 @@ class CnnAgent(nn.Module):
 Agent = MlpAgent | CnnAgent
 
 
-def make_mlp(inputs: int, outputs: int, *, last_gain: float) -> nn.Sequential:
-    """Make a network of two hidden tanh layers of 64."""
+def change(agent: Agent) -> None:
+    """Change the weights a little, as learning does."""
+    with torch.no_grad():
+        next(agent.actor.parameters()).add_(1e-3)
+
+
+def make_mlp(inputs: int, outputs: int, hidden: int, *, last_gain: float) -> nn.Sequential:
+    """Make a network of two hidden tanh layers."""
     return nn.Sequential(
-        initialize(nn.Linear(inputs, 64)),
+        initialize(nn.Linear(inputs, hidden)),
         nn.Tanh(),
-        initialize(nn.Linear(64, 64)),
+        initialize(nn.Linear(hidden, hidden)),
         nn.Tanh(),
-        initialize(nn.Linear(64, outputs), gain=last_gain),
+        initialize(nn.Linear(hidden, outputs), gain=last_gain),
     )
 
 

@@ -72,7 +72,7 @@ class Door:
 
     def await_members(
         self,
-        pump: Callable[[float], object],
+        pump: Callable[[float], bool],
         members: Sequence[Member],
         timeout_s: float,
         at_least: int | None = None,
@@ -80,7 +80,7 @@ class Door:
         """Wait until these workers have joined, saying now and then what is waited for.
 
         Args:
-            pump: Deals with messages for at most so many seconds.
+            pump: Deals with a message if one comes within so many seconds; returns whether one did.
             members: Whom to wait for.
             timeout_s: How long.
             at_least: How many of them are enough; by default all.
@@ -88,14 +88,17 @@ class Door:
         Raises:
             LaunchError: One ended instead or does not fit the head, or they took too long.
         """
-        started = said_at = time.monotonic()
+        started = said_at = looked_at = time.monotonic()
         said = ""
         self._misfit = None
         spare = 0 if at_least is None else len(members) - at_least
         while len(missing := [member for member in members if member.peer is None]) > spare:
-            pump(_SLICE_S)
-            self._check_ends(missing)
+            has_news = pump(_SLICE_S)
             now = time.monotonic()
+            if has_news and now - looked_at < _SLICE_S:
+                continue  # Asking the launcher about all workers takes longer than letting one in.
+            looked_at = now
+            self._check_ends(missing)
             status = self._fleet.status()
             if status and (status != said or now - said_at > _REMIND_S):
                 said, said_at = status, now

@@ -223,8 +223,9 @@ class Hub:
             if has_rung:
                 self._settle_all(self.desks.take(self.members))
         deadline = time.monotonic() + timeout_s
-        while any(member.owes is not None for member in self._awaited):
-            self._wait_for_news(deadline, timeout_s, has_desks=self.desks.are_awaited)
+        for member in self._awaited:  # One after another: to look at all of them after every message takes long.
+            while member.owes is not None:
+                self._wait_for_news(deadline, timeout_s, has_desks=self.desks.are_awaited)
         self._is_open = False
         return True
 

@@ -47,6 +47,11 @@ class Made:
     busy_s: float
     version: int
 
+    @property
+    def num_envs(self) -> int:
+        """Of how many environments it is."""
+        return len(self.block.rewards[0])
+
 
 @dataclass(eq=False, repr=False)
 class Task:

@@ -72,6 +72,7 @@ class Publisher:
         self._spec = WeightsSpec(())
         self._shards = backend.shards
         self._own = [0] * len(self._shards)
+        self._sum_own = 0
         self._checked = [0] * len(self._shards)
         self._divergence = [float("nan")] * len(self._shards)
         self._trackers: list[Tracker] = []
@@ -128,7 +129,8 @@ class Publisher:
         self._trackers[index] = self._rule.start()
         self._pull(index, Reason.FIRST)
         if version < self.version:
-            self._own[index], self._divergence[index] = version, float("nan")
+            self._hold(index, version)
+            self._divergence[index] = float("nan")
 
     @property
     def max_lag(self) -> float:
@@ -204,7 +206,7 @@ class Publisher:
                 self._warned.add(verdict.reason)
                 log.warning("%s", verdict.advice)
             self._pull(index, verdict.reason)
-        self._ledger.age = float(np.mean([self.version - own for own in self._own]))
+        self._ledger.age = self.version - self._sum_own / len(self._own)
         return verdict.pulls
 
     def sketch(self, policy: Policy, index: int) -> tuple[int, Sketch] | None:
@@ -246,8 +248,13 @@ class Publisher:
             self._backend.load(self._spec, policy.weights(), self.version)
         return pulls
 
+    def _hold(self, index: int, version: int) -> None:
+        """Note which version a worker holds."""
+        self._sum_own += version - self._own[index]
+        self._own[index] = version
+
     def _pull(self, index: int, reason: Reason) -> None:
-        self._own[index] = self.version
+        self._hold(index, self.version)
         self._divergence[index] = 0.0
         self._ledger.pulls += 1
         self._ledger.reasons[reason] += 1

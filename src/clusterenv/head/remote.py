@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import cloudpickle
@@ -39,6 +39,7 @@ from clusterenv.wire.messages import (
     Reply,
 )
 from clusterenv.wire.shared import SharedMemory
+from clusterenv.wire.zeromq import Frames, cut
 
 
 @dataclass(eq=False, repr=False)
@@ -48,6 +49,11 @@ class _Weights:
     memory: SharedMemory | None
     block: NDArray[Any]
     version: int
+
+    @cached_property
+    def frames(self) -> Frames:
+        """The block for those who do not share memory, cut once for all of them."""
+        return cut(self.block)
 
 
 class Remote(RemoteEnvs):
@@ -99,7 +105,7 @@ class Remote(RemoteEnvs):
         self._new = {}  # What was new held the policy before this one.
         self._is_step = False
         adoption = partial(Adopt, code=code, weights=offer, num_probes=num_probes, arguments=pickled)
-        self.crew.start(lambda call, _: adoption(call=call, version=version), arrays=lambda _: [block])
+        self.crew.start(lambda call, _: adoption(call=call, version=version), arrays=self._weights_for)
         answers, _ = self.crew.answers()
         self._adoption = adoption
         schemas: dict[int, tuple[tuple[ArraySpec, ...], tuple[ArraySpec, ...]]] = {}
@@ -120,12 +126,12 @@ class Remote(RemoteEnvs):
     def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Encode a version's weights once, for all workers that will be told to take them."""
         assert self._weights is not None, "a policy was adopted"
-        self._weights.version = version
         if self._weights.memory is None:
             # A new block: the socket may still be sending the old one.
-            self._weights.block = spec.encode(weights)
+            self._weights = _Weights(None, spec.encode(weights), version)
         else:
             spec.encode(weights, self._weights.block)
+            self._weights.version = version
 
     def measure(self, sketches: Mapping[int, Sketch], numbers: Mapping[int, int]) -> dict[int, Measurement]:
         """Let workers compare their policy with a sketch of the newest; keys are worker indices."""
@@ -216,7 +222,7 @@ class Remote(RemoteEnvs):
         adoption, weights = self._adoption, self._weights
         if adoption is None or weights is None:
             return
-        self._ask(lambda call, _: adoption(call=call, version=weights.version), members, lambda _: [weights.block])
+        self._ask(lambda call, _: adoption(call=call, version=weights.version), members, self._weights_for)
         self._held |= {member.index: weights.version for member in members}
         self._new |= {member.index: weights.version for member in members}
 
@@ -233,12 +239,15 @@ class Remote(RemoteEnvs):
     def _with_weights(
         self, pulls: Sequence[bool], make: Callable[[int, bool], Collect | Decide]
     ) -> tuple[Make, Arrays]:
-        weights = self._weights
-        assert weights is not None, "a policy was adopted"
         return (
             lambda call, member: make(call, pulls[member.index]),
-            lambda member: [weights.block] if pulls[member.index] else [],
+            lambda member: self._weights_for(member) if pulls[member.index] else (),
         )
+
+    def _weights_for(self, member: Member) -> Sequence[Any]:
+        """Return the weights as a worker gets them with a message: not at all, if it shares memory."""
+        assert self._weights is not None, "a policy was adopted"
+        return () if self.hub.shares_memory(member) else self._weights.frames
 
     def _block_for(self, num_steps: int) -> tuple[SharedMemory | None, Block]:
         spec = self.block_spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -11,7 +12,6 @@ from typing import Any, Self
 
 import cloudpickle
 import zmq
-from numpy.typing import NDArray
 
 from clusterenv.errors import CallTimeout, ClusterEnvError, ConfigError, WireError
 from clusterenv.head.failure import failure_of
@@ -40,6 +40,7 @@ from clusterenv.wire.messages import (
     Returned,
 )
 from clusterenv.wire.messages import Stream as StreamRequest
+from clusterenv.wire.zeromq import Frames, cut
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +115,14 @@ class Stream:
         # A rollout ages while it is made and while those of all workers wait before it, and weights a rollout longer.
         allowed = publisher.max_lag + (wish.in_flight + 1) * len(self._lanes)
         self._max_lag = allowed if wish.max_lag is None else wish.max_lag
-        self._ready: list[Made] = []
-        self._encoded: tuple[int, NDArray[Any]] | None = None
+        self._ready: deque[Made] = deque()
+        self._num_ready_envs = 0
+        self._due = dict.fromkeys(
+            self._lanes
+        )  # Lanes to see to: to look at all of them after every message takes long.
+        self._seen_version = 0
+        self._vacant: dict[Lane, None] = {}
+        self._encoded: tuple[int, Frames] | None = None
         self._failure: ClusterEnvError | None = None
         self._succession = Succession(remote, publisher, self._weights)
         self._looked_at = 0.0
@@ -127,6 +134,7 @@ class Stream:
             if lane.member.is_late:
                 self._was_changed = True
                 self._succession.expect(lane, time.monotonic())
+                self._vacant[lane] = None
         for lane, pulled in zip(self._lanes, pulls, strict=True):
             if pulled and lane.is_running:
                 self._send_weights(lane)
@@ -154,15 +162,14 @@ class Stream:
         self._discard_old()
         try:
             self._tend()  # Also where rollouts are ready: a lost worker's successor must not wait for a lull.
-            while self._failure is None and self._count_ready() < self._num_envs:
+            while self._failure is None and self._num_ready_envs < self._num_envs:
                 self._hub.listen(_SLICE_S, self._accept)
                 self._tend()
-                if time.monotonic() - started > self._hub.timeouts.call_s and self._count_ready() < self._num_envs:
+                if time.monotonic() - started > self._hub.timeouts.call_s and self._num_ready_envs < self._num_envs:
                     raise CallTimeout(
                         f"No rollout came within {self._hub.timeouts.call_s:g} s. Environments may be slow or hang; "
                         "Timeouts(call_s=...) gives them longer."
                     )
-                self._discard_old()
             if self._failure is not None:
                 raise self._failure
         except CallTimeout:
@@ -224,14 +231,21 @@ class Stream:
                 self._ledger.rollouts_lost += len(lane.asked)
                 self._was_changed = True
                 self._succession.begin(lane, loss, now)
-        for lane in self._lanes:
-            if not lane.is_running:
-                self._succession.go_on(lane, now)
+                self._vacant[lane] = None
+        for lane in list(self._vacant):
+            self._succession.go_on(lane, now)
+            if lane.is_running:
+                del self._vacant[lane]
+                self._due[lane] = None
         self._supply()
 
     def _supply(self) -> None:
-        """Give every worker new weights if it needs them, and rollouts to make."""
-        for lane in self._lanes:
+        """Give workers new weights if they need them, and rollouts to make."""
+        if self._publisher.version != self._seen_version:
+            self._seen_version = self._publisher.version
+            self._due = dict.fromkeys(self._lanes)
+        due, self._due = self._due, {}
+        for lane in due:
             if not lane.is_running:
                 continue
             if lane.num_loads < _MAX_LOADS:
@@ -285,16 +299,17 @@ class Stream:
         """Send a worker the newest weights, which are encoded once for all."""
         version = self._publisher.version
         lane.num_loads += 1
-        self._hub.post(lane.member, lambda call: Load(version), [self._weights()])
+        self._hub.post(lane.member, lambda call: Load(version), self._weights())
 
-    def _weights(self) -> NDArray[Any]:
+    def _weights(self) -> Frames:
         version = self._publisher.version
         if self._encoded is None or self._encoded[0] != version:
-            self._encoded = version, self._publisher.weights_spec.encode(self._policy.weights())
+            self._encoded = version, cut(self._publisher.weights_spec.encode(self._policy.weights()))
         return self._encoded[1]
 
     def _accept(self, member: Member, reply: Reply, frames: Sequence[zmq.Frame]) -> None:
         lane = self._lanes[member.index]
+        self._due[lane] = None
         lane.num_loads = 0
         if isinstance(reply, Part | Collected):
             self._receive(lane, reply, frames)
@@ -319,38 +334,47 @@ class Stream:
         if not self._hub.shares_memory(lane.member):  # Else they are the worker's own, and it is further on.
             self._remote.note_observations(lane.member, [column[-1] for column in made.block.observations])
         self._publisher.remember_shard(lane.member.index, made.block, number)
-        self._ready.append(made)
-
-    def _count_ready(self) -> int:
-        return sum(made.block.rewards.shape[1] for made in self._ready)
+        self._keep(made)
 
     def _take_group(self) -> list[Made]:
         group: list[Made] = []
         count = 0
         while count < self._num_envs:
-            made = self._ready.pop(0)
+            made = self._ready.popleft()
             made.lane.num_ready -= 1
-            count += made.block.rewards.shape[1]
+            self._due[made.lane] = None
+            count += made.num_envs
             group.append(made)
+        self._num_ready_envs -= count
         return group
 
     def _discard_old(self) -> None:
-        """Throw away what is too old to learn from."""
-        newest = self._publisher.version
-        for made in [made for made in self._ready if newest - made.version > self._max_lag]:
-            self._ready.remove(made)
-            made.lane.num_ready -= 1
-            self._ledger.note_discarded(made.block.rewards.size)
-            if not self._has_warned:
-                self._has_warned = True
-                log.warning(
-                    "a rollout of worker %d was thrown away: its policy is %d versions old, and max_lag is %g. More "
-                    "such are counted in envs.stats['rollouts_discarded']. A worker much slower than others makes old "
-                    "rollouts; so does a large in_flight. stream(max_lag=...) sets the bound, math.inf lifts it.",
-                    made.lane.member.index,
-                    newest - made.version,
-                    self._max_lag,
-                )
+        """Throw away what has become too old to learn from, if there is a newer version by which to say so."""
+        if self._publisher.version != self._seen_version:
+            ready, self._ready, self._num_ready_envs = self._ready, deque(), 0
+            for made in ready:
+                self._keep(made)
+
+    def _keep(self, made: Made) -> None:
+        """Put a rollout to those that wait to be delivered, unless it is too old to learn from."""
+        age = self._publisher.version - made.version
+        if age <= self._max_lag:
+            self._ready.append(made)
+            self._num_ready_envs += made.num_envs
+            return
+        made.lane.num_ready -= 1
+        self._due[made.lane] = None
+        self._ledger.note_discarded(made.block.rewards.size)
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a rollout of worker %d was thrown away: its policy is %d versions old, and max_lag is %g. More "
+                "such are counted in envs.stats['rollouts_discarded']. A worker much slower than others makes old "
+                "rollouts; so does a large in_flight. stream(max_lag=...) sets the bound, math.inf lifts it.",
+                made.lane.member.index,
+                age,
+                self._max_lag,
+            )
 
     def _drain(self, owing: dict[int, int]) -> None:
         """Wait until workers have heard that the stream has ended, each after the rollout it is making."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import zmq
-from numpy.typing import NDArray
 
 from clusterenv.head.crew import Make
 from clusterenv.head.hub import NOT_HERE
@@ -19,12 +17,13 @@ from clusterenv.head.remote import Remote
 from clusterenv.head.roster import Member
 from clusterenv.wire.arrays import fill
 from clusterenv.wire.messages import Adopt, Reply, Request, Reset, Stepped
+from clusterenv.wire.zeromq import Frames
 
 
 class Succession:
     """Starts new workers, and gives them what the others have."""
 
-    def __init__(self, remote: Remote, publisher: Publisher, weights: Callable[[], NDArray[Any]]) -> None:
+    def __init__(self, remote: Remote, publisher: Publisher, weights: Callable[[], Frames]) -> None:
         """Serve a stream.
 
         Args:
@@ -106,7 +105,7 @@ class Succession:
         )
         tasks += [Task(partial(_request, make, member)) for make in self._remote.attribute_requests()]
         tasks.append(Task(lambda call: Reset(call, list(self._crew.seeds_of(member)), None, None)))
-        tasks.append(Task(adopt, lambda: [self._weights()]))
+        tasks.append(Task(adopt, self._weights))
         return tasks
 
 

@@ -24,7 +24,7 @@ class Channel:
     """Receives requests and sends replies, with the arrays that go with them where these are not shared.
 
     Attributes:
-        weights: The frame with new weights that came with the last request, if one did.
+        weights: The new weights that came with the last request, if any did.
     """
 
     def __init__(self, socket: WorkerSocket) -> None:
@@ -108,9 +108,9 @@ class Channel:
         self.weights = None
         comes_by_socket = self._desk is None or self._is_streaming
         if isinstance(request, Adopt | Collect | Decide | Load) and request.version is not None and comes_by_socket:
-            if len(frames) != 1:
-                raise WireError(f"Expected weights with {type(request).__name__}, got {len(frames)} arrays.")
-            self.weights = frames[0]
+            if not frames:
+                raise WireError(f"Expected weights with {type(request).__name__}, got none.")
+            self.weights = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
         elif isinstance(request, Step) and request.actions is None and self._desk is None:
             fill(self._actions, frames)
         elif frames:

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from clusterenv.errors import WireError
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 # Shown to people, in errors and logs: of one line, and a short one.
 Name = Annotated[str, Meta(max_length=255, pattern=r"\A[ -~]*\Z")]

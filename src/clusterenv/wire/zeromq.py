@@ -11,7 +11,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import zmq
+from numpy.typing import NDArray
 from zmq.utils import z85
 
 from clusterenv.errors import ConfigError
@@ -29,7 +31,20 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _EVENTS_ENDPOINT = "inproc://clusterenv.events"
 _ENOUGH_EVENTS = 1000  # To read in one go: strangers may come faster than they can be counted.
 
+_UNPOLLED = 16  # Messages to take, where there are many, before looking again whether somebody else wants something.
+_CHUNK_BYTES = 1 << 18
+
 Frames = list[zmq.Frame]
+
+
+def cut(block: NDArray[np.uint8]) -> Frames:
+    """Cut weights into frames, once for all workers that they are sent to.
+
+    ZeroMQ encrypts a frame as a whole, for each worker anew, and keeps that until the worker's connection has taken
+    it. So frames are small: a thousand workers may pull at once, and what others send comes in between.
+    """
+    view = block.data
+    return [zmq.Frame(view[i : i + _CHUNK_BYTES], copy=False) for i in range(0, max(1, len(view)), _CHUNK_BYTES)]
 
 
 class HeadSocket:
@@ -67,6 +82,7 @@ class HeadSocket:
         self._socket.curve_secretkey = head_secret
         self._socket.zap_domain = b"clusterenv"
         self._hangups = 0
+        self._unpolled = _UNPOLLED
         self._events = self._context.socket(zmq.PAIR)
         self._events.linger = 0
         # Without limit: when its queue is full, ZeroMQ's own thread waits for us to read, and nothing moves any more.
@@ -121,14 +137,21 @@ class HeadSocket:
 
         Questions of ZeroMQ about keys are answered on the way.
         """
+        if self._unpolled < _UNPOLLED:
+            self._unpolled += 1
+            try:
+                return self._take(zmq.DONTWAIT)
+            except zmq.Again:
+                pass
         for source, _ in self._poller.poll(int(timeout_s * 1000)):
             if source is self._keeper:
                 self._answer_keeper()
             elif source is self._events:
                 self._read_events()
             else:
-                peer, *frames = self._socket.recv_multipart(copy=False)
-                return peer.bytes, frames
+                self._unpolled = 0
+                return self._take(0)
+        self._unpolled = _UNPOLLED
         return None
 
     def count_hangups(self) -> int:
@@ -144,6 +167,14 @@ class HeadSocket:
         self._socket.close(linger=int(linger_s * 1000))
         self._keeper.close(linger=0)
         self._context.term()
+
+    def _take(self, flags: int) -> tuple[bytes, Frames]:
+        peer = frame = self._socket.recv(flags, copy=False)
+        frames = []
+        while frame.more:  # As recv_multipart does, but that asks the socket, which takes three times as long.
+            frame = self._socket.recv(copy=False)
+            frames.append(frame)
+        return peer.bytes, frames
 
     def _read_events(self) -> None:
         for _ in range(_ENOUGH_EVENTS):
@@ -169,8 +200,15 @@ class WorkerSocket:
         events: Tells of connections made, refused and ended; for one other thread to listen to, and to close.
     """
 
-    def __init__(self, ticket: Ticket) -> None:
-        self._context = zmq.Context()
+    def __init__(self, ticket: Ticket, context: zmq.Context[Any] | None = None) -> None:
+        """Connect.
+
+        Args:
+            ticket: Says where to, and with which keys.
+            context: ZeroMQ's threads, if several sockets share them: then it is the caller's to end.
+        """
+        self._owns_context = context is None
+        self._context = context or zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.ipv6 = "[" in ticket.endpoint
@@ -201,4 +239,5 @@ class WorkerSocket:
         """Close, giving what was sent last this long to leave."""
         self._socket.disable_monitor()
         self._socket.close(linger=int(linger_s * 1000))
-        self._context.term()
+        if self._owns_context:
+            self._context.term()
