@@ -117,9 +117,8 @@ class Stream:
         self._max_lag = allowed if wish.max_lag is None else wish.max_lag
         self._ready: deque[Made] = deque()
         self._num_ready_envs = 0
-        self._due = dict.fromkeys(
-            self._lanes
-        )  # Lanes to see to: to look at all of them after every message takes long.
+        # Lanes to see to: to look at all of them after every message takes long.
+        self._due = dict.fromkeys(self._lanes)
         self._seen_version = 0
         self._vacant: dict[Lane, None] = {}
         self._encoded: tuple[int, Frames] | None = None
@@ -368,9 +367,9 @@ class Stream:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "a rollout of worker %d was thrown away: its policy is %d versions old, and max_lag is %g. More "
-                "such are counted in envs.stats['rollouts_discarded']. A worker much slower than others makes old "
-                "rollouts; so does a large in_flight. stream(max_lag=...) sets the bound, math.inf lifts it.",
+                "a rollout of worker %d was thrown away: its policy is %d versions old, and max_lag is %g. Others are "
+                "counted in envs.stats['rollouts_discarded']. A worker much slower than the rest makes old rollouts, "
+                "and so does a large in_flight. stream(max_lag=...) sets the bound, math.inf lifts it.",
                 made.lane.member.index,
                 age,
                 self._max_lag,
