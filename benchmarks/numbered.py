@@ -165,10 +165,10 @@ class Inconsistent(AssertionError):
     """What was delivered cannot have happened."""
 
 
-def expect(holds: object, what: str) -> None:
-    """Raise `Inconsistent` unless something holds."""
+def expect(holds: object, what: str | Callable[[], str]) -> None:
+    """Raise `Inconsistent` unless something holds; where that is asked of every step, its text is made only if not."""
     if not holds:
-        raise Inconsistent(what)
+        raise Inconsistent(what if isinstance(what, str) else what())
 
 
 class Checker:
@@ -296,25 +296,25 @@ class Checker:
         assert self._rows is not None
         before = self._rows[index]
         if self._is_over[index] and self._mode is AutoresetMode.NEXT_STEP:
-            expect(ends == (False, False) and reward == 0, f"row {index} was reset with {ends}, {reward}")
+            expect(ends == (False, False) and reward == 0, lambda: f"row {index} was reset with {ends}, {reward}")
             self._check_first(index, row)
             self._is_over[index] = self._is_lost[index] = False
             return
-        expect(not self._is_over[index], f"row {index} went on after its end: {row}")
+        expect(not self._is_over[index], lambda: f"row {index} went on after its end: {row}")
         reached = row if final is None else final
         wanted = before.copy()
         wanted[STEP] += 1
         wanted[ACTION] = action
-        expect((reached == wanted).all(), f"row {index}: {reached} follows {before} with action {action}")
-        expect(reward == wanted[STEP], f"row {index}: reward {reward} of step {wanted[STEP]}")
+        expect((reached == wanted).all(), lambda: f"row {index}: {reached} follows {before} with action {action}")
+        expect(reward == wanted[STEP], lambda: f"row {index}: reward {reward} of step {wanted[STEP]}")
         is_last = wanted[STEP] == length_of(index, int(wanted[EPISODE]))
         expected = ending_of(index, int(wanted[EPISODE])) if is_last else (False, False)
-        expect(ends == expected, f"row {index} ended {ends}, not {expected}: {reached}")
+        expect(ends == expected, lambda: f"row {index} ended {ends}, not {expected}: {reached}")
         if final is not None:
             self._rows[index] = final
             self._check_first(index, row)
         elif is_last:
-            expect(self._mode is not AutoresetMode.SAME_STEP, f"row {index} has no final observation")
+            expect(self._mode is not AutoresetMode.SAME_STEP, lambda: f"row {index} has no final observation")
             self._is_over[index] = True
         self.num_steps += 1
 
