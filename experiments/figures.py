@@ -1,0 +1,145 @@
+"""The three figures: learning curves, cumulative pulls, traffic against return; mean and 95 % interval over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from experiments.record import Curve
+from experiments.rules import EVERY, Rule
+from experiments.runner import Run
+from experiments.summary import Summary, Values, spread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Distinct for colour-blind readers too, in print by their brightness: thresholds from dark to light, periods in warm
+# colours with dashes.
+THRESHOLD_COLORS = ("#0b3c8c", "#1f7fc4", "#35b0a7", "#9ccf5b")
+PERIOD_COLORS = ("#d95f02", "#e8a200", "#a6761d")
+EVERY_COLOR = "#333333"
+MARKERS = {"every": "s", "adaptive": "o", "periodic": "^"}
+SMOOTHED_ROWS = 3
+
+
+class Look:
+    """How a rule looks, in every figure of an experiment.
+
+    Args:
+        rule: Which.
+        rules: All that are shown.
+    """
+
+    def __init__(self, rule: Rule, rules: Sequence[Rule]) -> None:
+        kind = rule.name.partition("-")[0]
+        same = sorted((each for each in rules if each.name.startswith(kind)), key=lambda each: each_number(each))
+        palette = {"every": (EVERY_COLOR,), "adaptive": THRESHOLD_COLORS, "periodic": PERIOD_COLORS}[kind]
+        self.color = palette[same.index(rule) % len(palette)]
+        self.line = "--" if kind == "periodic" else "-"
+        self.marker = MARKERS[kind]
+
+
+def each_number(rule: Rule) -> float:
+    """Return what orders the rules of a kind."""
+    return rule.threshold or rule.period or 0.0
+
+
+def draw_figures(path: Path, curves: Mapping[Run, Curve], summaries: Sequence[Summary], title: str) -> list[Path]:
+    """Draw all three into a folder; returns the files."""
+    import matplotlib as mpl
+
+    mpl.use("agg")  # No window.
+    with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+                         "grid.color": "#e4e4e4", "axes.axisbelow": True}):  # fmt: skip
+        return [
+            draw_over_steps(path / "curves.png", curves, summaries, "return", f"{title}: return while learning"),
+            draw_over_steps(path / "pulls.png", curves, summaries, "pulls", f"{title}: weights pulled so far"),
+            draw_traffic(path / "traffic.png", summaries, title),
+        ]
+
+
+def draw_over_steps(
+    path: Path, curves: Mapping[Run, Curve], summaries: Sequence[Summary], name: str, title: str
+) -> Path:
+    """Draw a number over environment steps, a line for each rule and a band for its spread."""
+    figure, axes = make_figure(title)
+    rules = [summary.rule for summary in summaries]
+    for summary in summaries:
+        look = Look(summary.rule, rules)
+        runs = [curves[Run(summary.rule, seed)] for seed in summary.seeds]
+        values = np.array([smooth(run[name]) if name == "return" else run[name] for run in runs])
+        steps = runs[0]["env_steps"] / 1000
+        middle, half = values.mean(axis=0), np.array([spread(column) for column in values.T])
+        axes.plot(steps, middle, color=look.color, linestyle=look.line, linewidth=1.8, label=summary.rule.label)
+        axes.fill_between(steps, middle - half, middle + half, color=look.color, alpha=0.13, linewidth=0)
+    axes.set_xlabel("environment steps, thousands")
+    if name == "return":
+        axes.set_ylabel(f"return of finished episodes\n(mean of {SMOOTHED_ROWS} points of a curve)")
+    else:
+        axes.set_yscale("symlog", linthresh=10)
+        axes.set_ylabel("pulls per worker (logarithmic above 10)")
+        axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    return save(figure, path, num_seeds(summaries))
+
+
+def draw_traffic(path: Path, summaries: Sequence[Summary], title: str) -> Path:
+    """Draw the final return over what a run sent, a mark for each rule with its spread, and a dot for each run."""
+    figure, axes = make_figure(f"{title}: what was sent, and what came of it")
+    rules = [summary.rule for summary in summaries]
+    for summary in summaries:
+        look = Look(summary.rule, rules)
+        sent = (summary.numbers["bytes_weights"] + summary.numbers["bytes_checks"]) / 1e6
+        returns = summary.numbers["final_return"]
+        axes.scatter(sent, returns, color=look.color, s=14, alpha=0.45, linewidths=0, zorder=2)
+        half = [None if math.isnan(spread(values)) else spread(values) for values in (sent, returns)]
+        axes.errorbar(sent.mean(), returns.mean(), xerr=half[0], yerr=half[1], color=look.color, marker=look.marker,
+                      markersize=8, capsize=3, linewidth=1.5, label=summary.rule.label, zorder=3)  # fmt: skip
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if str(value).strip("0.")[:1] in "25" else "")
+    axes.set_xlabel("weights and checks sent to all workers in a run, MB (logarithmic)")
+    axes.set_ylabel("return over the last tenth of the run")
+    every = next((summary for summary in summaries if summary.rule == EVERY), None)
+    if every is not None and not math.isnan(half_width := spread(every.numbers["final_return"])):
+        middle = every.mean("final_return")
+        axes.axhspan(middle - half_width, middle + half_width, color=EVERY_COLOR, alpha=0.07, linewidth=0, zorder=1)
+    return save(figure, path, num_seeds(summaries))
+
+
+def make_figure(title: str) -> tuple[Figure, Axes]:
+    """Make a figure with one plot."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
+    axes.set_title(title, fontsize=11, loc="left")
+    return figure, axes
+
+
+def save(figure: Figure, path: Path, seeds: str) -> Path:
+    """Put the legend below, and write the file."""
+    from matplotlib import pyplot
+
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9,
+                  title=f"mean and its 95 % interval over {seeds}", title_fontsize=9)  # fmt: skip
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
+
+
+def smooth(values: Values) -> Values:
+    """Average each entry with its neighbours, those that are not numbers left out."""
+    half = SMOOTHED_ROWS // 2
+    windows: Iterable[Values] = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    return np.array([np.nan if np.isnan(window).all() else np.nanmean(window) for window in windows])
+
+
+def num_seeds(summaries: Sequence[Summary]) -> str:
+    """Say over how many seeds the means are."""
+    counts = sorted({len(summary.seeds) for summary in summaries})
+    return f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
