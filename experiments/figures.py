@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,15 +16,16 @@ from experiments.summary import Summary, Values, spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-# Distinct for colour-blind readers too, in print by their brightness: thresholds from dark to light, periods in warm
-# colours with dashes.
-THRESHOLD_COLORS = ("#0b3c8c", "#1f7fc4", "#35b0a7", "#9ccf5b")
-PERIOD_COLORS = ("#d95f02", "#e8a200", "#a6761d")
-EVERY_COLOR = "#333333"
+# Of Okabe and Ito's palette, which colour-blind readers can tell apart: cold colours for thresholds, warm ones (and
+# dashes) for periods.
+THRESHOLD_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#8C6BB1")
+PERIOD_COLORS = ("#D55E00", "#E69F00", "#A6761D")
+EVERY_COLOR = "#000000"
 MARKERS = {"every": "s", "adaptive": "o", "periodic": "^"}
-SMOOTHED_ROWS = 3
+SMOOTHED_SHARE = 0.07  # Of a run: episodes are few in a stretch, and their returns scatter.
 
 
 class Look:
@@ -37,14 +38,14 @@ class Look:
 
     def __init__(self, rule: Rule, rules: Sequence[Rule]) -> None:
         kind = rule.name.partition("-")[0]
-        same = sorted((each for each in rules if each.name.startswith(kind)), key=lambda each: each_number(each))
+        same = sorted((each for each in rules if each.name.startswith(kind)), key=order)
         palette = {"every": (EVERY_COLOR,), "adaptive": THRESHOLD_COLORS, "periodic": PERIOD_COLORS}[kind]
         self.color = palette[same.index(rule) % len(palette)]
         self.line = "--" if kind == "periodic" else "-"
         self.marker = MARKERS[kind]
 
 
-def each_number(rule: Rule) -> float:
+def order(rule: Rule) -> float:
     """Return what orders the rules of a kind."""
     return rule.threshold or rule.period or 0.0
 
@@ -72,18 +73,19 @@ def draw_over_steps(
     for summary in summaries:
         look = Look(summary.rule, rules)
         runs = [curves[Run(summary.rule, seed)] for seed in summary.seeds]
-        values = np.array([smooth(run[name]) if name == "return" else run[name] for run in runs])
+        values = np.array([smooth(run) if name == "return" else run[name] for run in runs])
         steps = runs[0]["env_steps"] / 1000
         middle, half = values.mean(axis=0), np.array([spread(column) for column in values.T])
         axes.plot(steps, middle, color=look.color, linestyle=look.line, linewidth=1.8, label=summary.rule.label)
         axes.fill_between(steps, middle - half, middle + half, color=look.color, alpha=0.13, linewidth=0)
     axes.set_xlabel("environment steps, thousands")
     if name == "return":
-        axes.set_ylabel(f"return of finished episodes\n(mean of {SMOOTHED_ROWS} points of a curve)")
+        axes.set_ylabel(f"return of finished episodes\n(moving mean over {SMOOTHED_SHARE:.0%} of the run)")
     else:
-        axes.set_yscale("symlog", linthresh=10)
-        axes.set_ylabel("pulls per worker (logarithmic above 10)")
-        axes.set_ylim(bottom=0)
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=0.8)
+        label_plainly(axes.yaxis)
+        axes.set_ylabel("pulls per worker (logarithmic)")
     axes.set_xlim(left=0)
     return save(figure, path, num_seeds(summaries))
 
@@ -101,14 +103,14 @@ def draw_traffic(path: Path, summaries: Sequence[Summary], title: str) -> Path:
         axes.errorbar(sent.mean(), returns.mean(), xerr=half[0], yerr=half[1], color=look.color, marker=look.marker,
                       markersize=8, capsize=3, linewidth=1.5, label=summary.rule.label, zorder=3)  # fmt: skip
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if str(value).strip("0.")[:1] in "25" else "")
+    label_plainly(axes.xaxis)
     axes.set_xlabel("weights and checks sent to all workers in a run, MB (logarithmic)")
     axes.set_ylabel("return over the last tenth of the run")
     every = next((summary for summary in summaries if summary.rule == EVERY), None)
     if every is not None and not math.isnan(half_width := spread(every.numbers["final_return"])):
         middle = every.mean("final_return")
-        axes.axhspan(middle - half_width, middle + half_width, color=EVERY_COLOR, alpha=0.07, linewidth=0, zorder=1)
+        axes.axhspan(middle - half_width, middle + half_width, color=EVERY_COLOR, alpha=0.07, linewidth=0, zorder=1,
+                     label="interval of every update")  # fmt: skip
     return save(figure, path, num_seeds(summaries))
 
 
@@ -119,6 +121,12 @@ def make_figure(title: str) -> tuple[Figure, Axes]:
     figure, axes = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
     axes.set_title(title, fontsize=11, loc="left")
     return figure, axes
+
+
+def label_plainly(axis: Axis) -> None:
+    """Write 1, 2, 5, 10, 20, ... along a logarithmic axis."""
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
 
 
 def save(figure: Figure, path: Path, seeds: str) -> Path:
@@ -132,14 +140,19 @@ def save(figure: Figure, path: Path, seeds: str) -> Path:
     return path
 
 
-def smooth(values: Values) -> Values:
-    """Average each entry with its neighbours, those that are not numbers left out."""
-    half = SMOOTHED_ROWS // 2
-    windows: Iterable[Values] = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
-    return np.array([np.nan if np.isnan(window).all() else np.nanmean(window) for window in windows])
+def smooth(curve: Curve) -> Values:
+    """Average the returns of the episodes around each point of a curve; where none finished, go straight across."""
+    half = round(SMOOTHED_SHARE * len(curve["return"]) / 2)
+    window = np.ones(2 * half + 1)
+    sums = np.convolve(np.nan_to_num(curve["return"]) * curve["episodes"], window, "same")
+    episodes = np.convolve(curve["episodes"], window, "same")
+    has_any = episodes > 0
+    return np.interp(curve["env_steps"], curve["env_steps"][has_any], sums[has_any] / episodes[has_any])
 
 
 def num_seeds(summaries: Sequence[Summary]) -> str:
     """Say over how many seeds the means are."""
     counts = sorted({len(summary.seeds) for summary in summaries})
+    if counts == [1]:
+        return "1 seed"
     return f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
