@@ -17,6 +17,7 @@ summary as a table. What was found is in docs/experiment.md.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -164,7 +165,11 @@ def report(runs: Sequence[Run], folder: Folder, settings: Settings) -> None:
         if summary.rule.threshold is not None:
             print(f"As many pulls as {summary.rule.label}: --periods {match_period(summary)}")
     print(
-        "\n" + "\n".join(f"wrote {path}" for path in [folder.path / "runs.csv", folder.path / "summary.csv", *figures])
+        "\n"
+        + "\n".join(
+            f"wrote {os.path.relpath(path)}"
+            for path in [folder.path / "runs.csv", folder.path / "summary.csv", *figures]
+        )
     )
 
 

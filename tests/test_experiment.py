@@ -114,10 +114,10 @@ def test_a_failed_run_shows_the_end_of_its_output(tmp_path: Path, capsys: pytest
 
 
 def make_curve(returns: list[float], pulls: float) -> Curve:
-    """Make the record of a run of ten rollouts that sent 100 bytes of weights with each pull."""
+    """Make the record of a run that sent 100 bytes of weights with each pull."""
     count = len(returns)
     columns: dict[str, NDArray[np.float64]] = {name: np.zeros(count) for name in COLUMNS}
-    columns["env_steps"] = 100.0 * np.arange(1, count + 1)
+    columns["env_steps"] = np.linspace(100, 100 * count, count)
     columns["versions"] = np.arange(1.0, count + 1)
     columns["return"] = np.array(returns)
     columns["episodes"] = np.where(np.isnan(columns["return"]), 0, np.arange(1, count + 1))
