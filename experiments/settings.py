@@ -40,7 +40,7 @@ class PpoSettings(Settings):
     """PPO with the decoupled objective, settings of examples/ppo.py; AdaptiveSync as it is by default."""
 
     task: str = "LunarLander-v3"
-    steps: int = 500_000
+    steps: int = 1_000_000
     num_envs: int = 32
     num_steps: int = 256
     learning_rate: float = 1e-3

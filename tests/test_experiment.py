@@ -102,7 +102,7 @@ def test_runs_with_other_settings_are_not_mixed(tmp_path: Path, capsys: pytest.C
     aps.open_folder(folder, PpoSettings())
     assert run(tmp_path, PPO) == 1
     message = capsys.readouterr().err
-    assert "task LunarLander-v3 there, CartPole-v1 here; steps 500000 there, 16384 here" in message
+    assert "task LunarLander-v3 there, CartPole-v1 here; steps 1000000 there, 16384 here" in message
     assert "--out" in message
 
 
