@@ -153,13 +153,14 @@ def report(runs: Sequence[Run], folder: Folder, settings: Settings) -> None:
     if not curves:
         print("No run is complete yet.")
         return
-    summaries = summarize(curves)
+    summaries = summarize(curves, settings.final_share)
     write_runs(folder.path / "runs.csv", summaries)
     write_summary(folder.path / "summary.csv", summaries)
     learner = str(describe(settings)["learner"]).upper()
     figures = draw_figures(folder.path, curves, summaries, f"{learner} on {settings.task}")
     print(f"{learner} on {settings.task}, {settings.steps} environment steps, {settings.num_workers} workers. Mean "
-          "over the seeds and its 95 % interval; pulls per worker after the first copy.\n")  # fmt: skip
+          f"over the seeds and its 95 % interval; the final return is that of the last {settings.final_share:.0%} of a "
+          "run; pulls per worker after the first copy.\n")  # fmt: skip
     print(to_table(summaries) + "\n")
     for summary in summaries:
         if summary.rule.threshold is not None:

@@ -105,7 +105,7 @@ def draw_traffic(path: Path, summaries: Sequence[Summary], title: str) -> Path:
     axes.set_xscale("log")
     label_plainly(axes.xaxis)
     axes.set_xlabel("weights and checks sent to all workers in a run, MB (logarithmic)")
-    axes.set_ylabel("return over the last tenth of the run")
+    axes.set_ylabel("final return")
     every = next((summary for summary in summaries if summary.rule == EVERY), None)
     if every is not None and not math.isnan(half_width := spread(every.numbers["final_return"])):
         middle = every.mean("final_return")

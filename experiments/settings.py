@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class Settings:
     discount: float = 0.99
     max_lag: int = 20
     plateau: float | None = 0.5
+
+    final_share: ClassVar[float] = 0.1  # The final return is that of the episodes that finished in this last share.
 
     @property
     def num_rollouts(self) -> int:
@@ -73,6 +76,9 @@ class DqnSettings(Settings):
     first_epsilon: float = 1.0
     last_epsilon: float = 0.05
     exploration_fraction: float = 0.2
+
+    # In the last tenth an environment makes fewer steps than a good episode has: mostly bad ones would finish there.
+    final_share: ClassVar[float] = 1 / 3
 
 
 LEARNERS: Mapping[str, type[PpoSettings] | type[DqnSettings]] = {"ppo": PpoSettings, "dqn": DqnSettings}

@@ -15,8 +15,16 @@ from experiments.record import Curve, write_number
 from experiments.rules import EVERY, Rule
 from experiments.runner import Run
 
-LATE = 0.9  # The final return is that of the episodes that finished after this share of the steps.
-RUN_NUMBERS = ("final_return", "mean_return", "pulls", "updates", "bytes_weights", "bytes_checks", "seconds")
+RUN_NUMBERS = (
+    "final_return",
+    "final_episodes",
+    "mean_return",
+    "pulls",
+    "updates",
+    "bytes_weights",
+    "bytes_checks",
+    "seconds",
+)
 
 # Student's t, 97.5 %, for 1, 2, ... degrees of freedom; beyond the table it is within 8 % of the normal
 # distribution's.
@@ -26,13 +34,14 @@ NORMAL = 1.96
 Values = NDArray[np.float64]
 
 
-def total(curve: Curve) -> dict[str, float]:
-    """Return the numbers of a whole run."""
+def total(curve: Curve, final_share: float) -> dict[str, float]:
+    """Return the numbers of a whole run; the final return is that of its last share."""
     returns, episodes = curve["return"], curve["episodes"]
-    is_late = (curve["env_steps"] > LATE * curve["env_steps"][-1]) & (episodes > 0)
+    is_late = (curve["env_steps"] > (1 - final_share) * curve["env_steps"][-1]) & (episodes > 0)
     late = float(np.average(returns[is_late], weights=episodes[is_late])) if is_late.any() else math.nan
     return {
         "final_return": late,
+        "final_episodes": float(episodes[is_late].sum()),
         "mean_return": float(fill_gaps(returns).mean()),
         "updates": float(curve["versions"][-1]) - 1,  # The first version is no update.
         **{name: float(curve[name][-1]) for name in ("pulls", "bytes_weights", "bytes_checks", "seconds")},
@@ -81,9 +90,9 @@ class Summary:
         return float(gaps.mean()), spread(gaps)
 
 
-def summarize(curves: Mapping[Run, Curve]) -> list[Summary]:
+def summarize(curves: Mapping[Run, Curve], final_share: float) -> list[Summary]:
     """Sum up the runs rule by rule, in the order in which rules first occur."""
-    totals = {run: total(curve) for run, curve in curves.items()}
+    totals = {run: total(curve, final_share) for run, curve in curves.items()}
     summaries = []
     for rule in dict.fromkeys(run.rule for run in totals):
         runs = sorted((run for run in totals if run.rule == rule), key=lambda run: run.seed)
