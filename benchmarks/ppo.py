@@ -83,8 +83,15 @@ class Learner:
         self._optimizer = torch.optim.Adam(agent.parameters(), lr=config.learning_rate, eps=1e-5)
         self._rng = np.random.default_rng(seed)
 
-    def update(self, rollout: Rollout) -> None:
-        """Learn from a rollout, whatever mix of versions made it."""
+    def update(self, rollout: Rollout, learning_rate: float | None = None) -> None:
+        """Learn from a rollout, whatever mix of versions made it.
+
+        Args:
+            rollout: What to learn from.
+            learning_rate: From now on, for those that anneal it.
+        """
+        if learning_rate is not None:
+            self._optimizer.param_groups[0]["lr"] = learning_rate
         batch = self._prepare(rollout)
         size = len(batch.actions)
         for _ in range(self._config.epochs):

@@ -1,0 +1,1 @@
+"""Experiments whose results are part of the documentation."""
