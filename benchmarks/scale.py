@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.split("\n\n")[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of workers (default: 8 to 1,024)")
-    parser.add_argument("--rounds", type=int, default=7, help="of each measurement (default: %(default)s)")
+    parser.add_argument(
+        "--observations", type=int, nargs="*", default=OBSERVATIONS, help="floats of larger observations, if any"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of each measurement (default: %(default)s)")
     parser.add_argument(
         "--rollouts", type=int, default=256, help="workers' rollouts a round, at least (default: %(default)s)"
     )
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for num_workers in arguments.sizes:
             progress.say(f"{num_workers} workers")
             results.append(run_size(num_workers, recording, arguments.rounds, arguments.rollouts, 0))
-        for num_floats in OBSERVATIONS:
+        for num_floats in arguments.observations:
             progress.say(f"{arguments.sizes[0]} workers, observations of {size(4 * num_floats)}")
             record(recording, choose_env(num_floats), ENVS_A_WORKER, NUM_STEPS)
             rollouts = arguments.rollouts // FEWER
@@ -98,9 +101,9 @@ def to_markdown(results: Sequence[SizeResult], larger: Sequence[SizeResult], not
     lines = [
         "# One head, many workers",
         "",
-        "CPU time of the head's process, all its threads; median of the rounds, and quartiles. The workers are light: "
-        "real connections that replay a real worker's rollout, on the same machine, so only CPU time is compared. "
-        "Made by `python -m benchmarks.scale`; what follows from it is in docs/scaling.md.",
+        "CPU time of the head's process, all its threads, without heartbeats; median of the rounds, and quartiles. The "
+        "workers are light: real connections that replay a real worker's rollout, on the same machine, so only CPU "
+        "time is compared. Made by `python -m benchmarks.scale`; what follows from it is in docs/scaling.md.",
         "",
         f"| us a worker's rollout of {TRANSITIONS:,} transitions |{columns}|",
         rule,
@@ -125,6 +128,7 @@ def to_markdown(results: Sequence[SizeResult], larger: Sequence[SizeResult], not
             "of it CPU of the head, ms a worker",
             [f"{each.start_cpu_s / each.num_workers * 1e3:.2f}" for each in results],
         ),
+        row("share of a core while nothing happens", [f"{each.idle_cores:.2%}" for each in results]),
         row("memory of the head", [size(each.peak_bytes) for each in results]),
         row("messages/s taken in, beside the workers", [f"{each.messages_a_second:,.0f}" for each in results]),
         row("bytes/s taken in, beside the workers", [size(each.bytes_a_second) for each in results]),
@@ -145,14 +149,20 @@ def storm_lines(results: Sequence[SizeResult], columns: str, rule: str) -> Itera
     """Lay out the table of pull storms."""
     storms = [each.storm for each in results if each.storm is not None]
     weights = storms[0].weights_bytes
-    yield f"| all workers pull {size(weights)} at once, in a stream |{columns}|"
+
+    def gaps(name: str) -> list[str]:
+        return [f"{getattr(storm, name) * 1e3:,.0f} ms" for storm in storms]
+
+    yield f"| seven of eight workers pull {size(weights)} at once, in a stream |{columns}|"
     yield rule
-    yield row("a worker's rollout takes", [f"{storm.pace_s:.2g} s" for storm in storms])
-    yield row("longest gap between rollouts before", [f"{storm.gap_before_s * 1e3:,.0f} ms" for storm in storms])
-    yield row("longest gap during", [f"{storm.gap_s * 1e3:,.0f} ms" for storm in storms])
-    yield row("rollouts delivered during", [f"{storm.rollouts:,}" for storm in storms])
-    yield row("until all have made one with the new weights", [f"{storm.seconds:.1f} s" for storm in storms])
-    yield row("weights sent", [size(each.num_workers * weights) for each in results])
+    yield row("a worker's rollout takes", gaps("pace_s"))
+    yield row("weights sent", [size(each.num_workers * 7 / 8 * weights) for each in results])
+    yield row("until all have made a rollout with them", [f"{storm.seconds:.1f} s" for storm in storms])
+    yield row("rollouts delivered meanwhile", [f"{storm.rollouts:,}" for storm in storms])
+    yield row("longest gap between rollouts of the others, before", gaps("others_gap_before_s"))
+    yield row("longest gap between rollouts of the others, during", gaps("others_gap_s"))
+    yield row("longest gap between any, before", gaps("gap_before_s"))
+    yield row("longest gap between any, during", gaps("gap_s"))
     yield row("growth of the head's memory", [size(storm.grown_bytes) for storm in storms])
 
 
@@ -189,8 +199,9 @@ def spread(cost: Cost) -> str:
 
 CSV_FIELDS = (
     *("num_workers", "num_floats", "rollout_bytes", "phase", "cpu_us", "cpu_us_q1", "cpu_us_q3", "main_us", "wall_us"),
-    *("checks", "pulls", "start_s", "start_cpu_s", "peak_bytes"),
-    *("storm_gap_before_s", "storm_gap_s", "storm_s", "storm_grown_bytes"),
+    *("checks", "pulls", "start_s", "start_cpu_s", "idle_cores", "peak_bytes"),
+    *("storm_gap_before_s", "storm_gap_s", "storm_others_gap_before_s", "storm_others_gap_s", "storm_s"),
+    "storm_grown_bytes",
 )
 
 
@@ -198,14 +209,23 @@ def csv_rows(results: Sequence[SizeResult]) -> Iterator[tuple[object, ...]]:
     """List every measurement, in the order of `CSV_FIELDS`; times are those of a worker's rollout."""
     for each in results:
         storm = each.storm
-        storm_values: tuple[object, ...] = ("", "", "", "")
+        storm_values: tuple[object, ...] = ("",) * 6
         if storm is not None:
-            storm_values = (storm.gap_before_s, storm.gap_s, storm.seconds, storm.grown_bytes)
+            gaps = storm.gap_before_s, storm.gap_s, storm.others_gap_before_s, storm.others_gap_s
+            storm_values = (*gaps, storm.seconds, storm.grown_bytes)
         for phase, cost in each.costs.items():
             times = (cost.cpu_s, cost.low_s, cost.high_s, cost.main_s, cost.wall_s)
             yield (
                 *(each.num_workers, each.num_floats, each.rollout_bytes, phase, *(f"{x * 1e6:.1f}" for x in times)),
-                *(cost.checks, cost.pulls, each.start_s, each.start_cpu_s, each.peak_bytes, *storm_values),
+                *(
+                    cost.checks,
+                    cost.pulls,
+                    each.start_s,
+                    each.start_cpu_s,
+                    each.idle_cores,
+                    each.peak_bytes,
+                    *storm_values,
+                ),
             )
 
 

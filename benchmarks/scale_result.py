@@ -7,7 +7,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker's part of a rollout costs the head, in seconds: the median of the rounds, and quartiles.
 
     Args:
-        cpu_s: Of all threads.
+        cpu_s: Of all threads, without heartbeats.
         main_s: Of the main thread: the rest is ZeroMQ's, which encrypts and decrypts.
         wall_s: Wall-clock, with the light workers on the same cores.
         checks: How often the worker was sent a sketch.
@@ -24,29 +24,41 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Storm(msgspec.Struct, frozen=True, kw_only=True):
-    """What happens when all workers pull at once, in a stream.
+    """What happens in a stream when seven of eight workers pull at once.
 
     Args:
         weights_bytes: Of one version.
+        pace_s: How long a worker takes for a rollout.
+        seconds: Until all of the seven had delivered a rollout with the new weights.
+        rollouts: How many were delivered meanwhile.
         gap_before_s: The longest time between two rollouts before it.
         gap_s: The longest during it.
-        rollouts: How many were delivered during it.
-        seconds: Until every worker had delivered a rollout with the new weights.
-        pace_s: How long a worker takes for a rollout: the least that it can last.
+        others_gap_before_s: The longest between two rollouts of the eighth ones before it.
+        others_gap_s: The longest during it.
         grown_bytes: By how much the head's memory grew at most.
     """
 
     weights_bytes: int
+    pace_s: float
+    seconds: float
+    rollouts: int
     gap_before_s: float
     gap_s: float
-    rollouts: int
-    seconds: float
-    pace_s: float
+    others_gap_before_s: float
+    others_gap_s: float
     grown_bytes: int
 
 
 class SizeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured with so many workers; if observations have another size, only rollouts and streams."""
+    """What was measured with so many workers; if observations have another size, only rollouts and streams.
+
+    Args:
+        num_floats: Of an observation; 0 for those of the usual environment.
+        rollout_messages: That a worker's rollout comes in.
+        rollout_bytes: Of them, with headers.
+        idle_cores: What heartbeats take while nothing is asked for.
+        peak_bytes: The head's memory after the measurements, before the storm.
+    """
 
     num_workers: int
     num_floats: int
@@ -54,6 +66,7 @@ class SizeResult(msgspec.Struct, frozen=True, kw_only=True):
     rollout_bytes: int
     start_s: float
     start_cpu_s: float
+    idle_cores: float
     costs: dict[str, Cost]
     peak_bytes: int
     storm: Storm | None

@@ -9,23 +9,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
 from benchmarks.agents import MlpAgent, change
+from benchmarks.dictated import Dictated, is_spared
 from benchmarks.light_workers import LightLauncher, raise_file_limit
 from benchmarks.recording import Recording
 from benchmarks.scale_result import Cost, SizeResult, Storm
 from benchmarks.vectors import Vectors
 from clusterenv import ClusterEnv
 from clusterenv.config import Timeouts
-from clusterenv.policy.sync import Reason, Verdict
+from clusterenv.rollout import Rollout
 from clusterenv.wire.assignment import EnvFactory
 
 ENV_ID = "LunarLander-v3"
@@ -33,27 +32,11 @@ ENVS_A_WORKER = 16
 NUM_STEPS = 128
 WIDE = 920  # Hidden units with which the agent has the 7 MB of an Atari network.
 STORM_RATE = 256  # Rollouts a second of all workers together, before and during a pull storm.
+IDLE_S = 2.0
 PAGE_BYTES = 4096
 
 Phases = dict[str, Callable[[], None]]
 Round = tuple[float, ...]  # CPU, main thread, wall-clock, checks and pulls.
-
-
-@dataclass
-class Dictated:
-    """A sync rule that decides as it is told, for all workers alike. It is its own tracker."""
-
-    pulls: bool = False
-    needs_sketch: bool = True
-    max_lag: float = float("inf")
-
-    def start(self) -> "Dictated":
-        """Return the tracker for one worker."""
-        return self
-
-    def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
-        """Decide as told."""
-        return Verdict(self.pulls, Reason.UPDATE if self.pulls else Reason.WAITING)
 
 
 class Bench:
@@ -61,6 +44,7 @@ class Bench:
 
     def __init__(self, envs: ClusterEnv, rule: Dictated, rounds: int, rollouts: int) -> None:
         """Measure so many rounds, each of so many workers' rollouts or more."""
+        self.idle_cores = measure_idle()
         self.envs = envs
         self.rule = rule
         num_floats: int = envs.single_observation_space.shape[0]  # type: ignore[index]  # a Box
@@ -90,35 +74,36 @@ class Bench:
         return {"rollout": self._roll, "stream": self._stream}
 
     def measure_storm(self) -> Storm:
-        """Let every worker pull the wide agent at once, in a stream whose workers take their time."""
-        self.rule.needs_sketch, self.rule.pulls = False, True
+        """Let seven of eight workers pull the wide agent at once, in a stream whose workers take their time."""
+        self.rule.needs_sketch, self.rule.pulls, self.rule.spares = False, True, True
         num_workers = self.envs.num_workers
         pace_s = num_workers / STORM_RATE
         with self.envs.stream(self.wide, NUM_STEPS, in_flight=2, seconds=pace_s) as stream:
             for _ in range(2 * num_workers):  # Until they are out of step, as real ones are.
                 next(stream)
-            before = [timed(lambda: next(stream)) for _ in range(max(64, num_workers))]
+            before = Arrivals()
+            for _ in range(max(64, num_workers)):
+                before.note(next(stream))
             memory_before = read_memory()
-            started = time.perf_counter()
+            during = Arrivals()
             change(self.wide)
-            version, behind = self.envs.stats["updates"] + 1, set(range(num_workers))
-            gaps, memory = [], memory_before
+            version = self.envs.stats["updates"] + 1
+            behind = {index for index in range(num_workers) if not is_spared(index)}
             while behind:
-                began = time.perf_counter()
                 rollout = next(stream)
-                gaps.append(time.perf_counter() - began)
-                memory = max(memory, read_memory())
+                during.note(rollout)
                 if rollout.versions[0] >= version:
-                    behind.discard(int(rollout.env_indices[0]) // ENVS_A_WORKER)
-            seconds = time.perf_counter() - started
+                    behind.discard(worker_of(rollout))
         return Storm(
             weights_bytes=sum(parameter.nbytes for parameter in self.wide.parameters()),
-            gap_before_s=max(before),
-            gap_s=max(gaps),
-            rollouts=len(gaps),
-            seconds=seconds,
             pace_s=pace_s,
-            grown_bytes=memory - memory_before,
+            seconds=during.all[-1] - during.all[0],
+            rollouts=len(during.all) - 1,
+            gap_before_s=longest_gap(before.all),
+            gap_s=longest_gap(during.all),
+            others_gap_before_s=longest_gap(before.others),
+            others_gap_s=longest_gap(during.others),
+            grown_bytes=during.memory - memory_before,
         )
 
     def _take_rounds(self, phases: Phases, agent: MlpAgent) -> dict[str, list[Round]]:
@@ -130,11 +115,17 @@ class Bench:
         return taken
 
     def _clock(self, run: Callable[[], None]) -> Round:
-        """Return the seconds of CPU, of the main thread and of wall-clock, checks and pulls that a rollout takes."""
+        """Return the seconds of CPU, of the main thread and of wall-clock, checks and pulls that a rollout takes.
+
+        Without heartbeats: these cost by the second, and seconds are long where workers share the head's cores.
+        """
         before, done = self._read(), self._count_rollouts()
         run()
         count = self._count_rollouts() - done
-        return tuple((end - start) / count for start, end in zip(before, self._read(), strict=True))
+        cpu_s, main_s, wall_s, *counts = (
+            (end - start) / count for start, end in zip(before, self._read(), strict=True)
+        )
+        return cpu_s - self.idle_cores * wall_s, main_s, wall_s, *counts
 
     def _read(self) -> Round:
         stats = self.envs.stats
@@ -179,6 +170,7 @@ def measure_size(num_workers: int, recording: Path, rounds: int, rollouts: int, 
         rollout_bytes=recorded.rollout_bytes,
         start_s=start_s,
         start_cpu_s=start_cpu_s,
+        idle_cores=bench.idle_cores,
         costs=costs,
         peak_bytes=peak_bytes,
         storm=storm,
@@ -193,7 +185,7 @@ def choose_env(num_floats: int) -> str | EnvFactory:
 @contextmanager
 def make_envs(num_workers: int, recording: Path, num_floats: int = 0) -> Iterator[tuple[ClusterEnv, Dictated]]:
     """Start a head with so many light workers."""
-    rule = Dictated()
+    rule = Dictated(num_workers)
     with ClusterEnv(
         choose_env(num_floats),
         num_workers * ENVS_A_WORKER,
@@ -214,11 +206,44 @@ def summarize(rounds: list[Round]) -> Cost:
     return Cost(cpu_s=cpu_s, low_s=low, high_s=high, main_s=main_s, wall_s=wall_s, checks=checks, pulls=pulls)
 
 
-def timed(run: Callable[[], Any]) -> float:
-    """Return how many seconds it took."""
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
+class Arrivals:
+    """When rollouts were delivered.
+
+    Attributes:
+        all: The moment it began, and that of each rollout.
+        others: The same, for the rollouts of workers that are spared.
+        memory: The most this process had.
+    """
+
+    def __init__(self) -> None:
+        self.all = [time.perf_counter()]
+        self.others = list(self.all)
+        self.memory = 0
+
+    def note(self, rollout: Rollout) -> None:
+        """Note that one came."""
+        now = time.perf_counter()
+        self.all.append(now)
+        if is_spared(worker_of(rollout)):
+            self.others.append(now)
+        self.memory = max(self.memory, read_memory())
+
+
+def worker_of(rollout: Rollout) -> int:
+    """Return which worker made a rollout."""
+    return int(rollout.env_indices[0]) // ENVS_A_WORKER
+
+
+def longest_gap(moments: list[float]) -> float:
+    """Return the longest time between two of them."""
+    return float(max(np.diff(moments)))
+
+
+def measure_idle() -> float:
+    """Return the cores that heartbeats keep busy while nothing is asked for."""
+    cpu_s = time.process_time()
+    time.sleep(IDLE_S)
+    return (time.process_time() - cpu_s) / IDLE_S
 
 
 def read_memory() -> int:
