@@ -64,8 +64,8 @@ class Case:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default: %(default)s)")
-    parser.add_argument("--rollouts", type=int, default=8, help="rollouts a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--rollouts", type=int, default=12, help="rollouts a round (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where to write the table")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -9,13 +9,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from experiments import aps
-from experiments.record import COLUMNS, Curve, partial_path, read_record
+from experiments.record import COLUMNS, Curve, read_record
 from experiments.rules import EVERY, Rule, read_rule
 from experiments.runner import Folder, Run
 from experiments.settings import PpoSettings
@@ -77,24 +76,30 @@ def test_an_interrupted_run_is_not_counted_and_leaves_nothing_running(tmp_path: 
     command += ["--jobs", "1", "--out", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     record = Folder(tmp_path).record(Run(EVERY, 1))
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        wait_for_rows(partial_path(record))
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+    screen, terminal = os.openpty()
+    with open(screen, "rb", buffering=0) as shown:
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=terminal) as process:
+            os.close(terminal)
+            seen = read_until(shown, " left; 0 of 2 runs done")  # It knows what is left when a run has come somewhere.
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=60)
+        seen += read_until(shown, None)
     assert process.returncode == 130
-    assert "the same command goes on from here" in err.decode()
+    assert "\r\x1b[K·" in seen, "a bar, drawn over itself"
+    assert "the same command goes on from here" in seen
     assert "No run is complete yet." in out.decode()
     assert not record.exists()
 
 
-def wait_for_rows(path: Path) -> None:
-    """Wait until a run has written a row below its header: the file is the only sign it gives."""
-    deadline = time.monotonic() + 100
-    while not (path.exists() and path.read_text().count("\n") > 1):
-        assert time.monotonic() < deadline, f"{path} has no rows"
-        time.sleep(0.05)
+def read_until(shown: io.RawIOBase, words: str | None) -> str:
+    """Read what comes to a terminal until these words are there, or until nobody writes any more."""
+    seen = b""
+    while words is None or words not in seen.decode(errors="replace"):
+        try:
+            seen += shown.read(4096) or b""
+        except OSError:  # How Linux says that the other end was closed.
+            break
+    return seen.decode(errors="replace")
 
 
 def test_runs_with_other_settings_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
