@@ -166,8 +166,12 @@ class ClusterEnv(BackedVectorEnv):
             WorkerLost: A worker died.
             CallTimeout: A worker did not answer in time.
         """
-        self.step_async(actions, **values)
-        return self.step_wait()
+        try:
+            self.step_async(actions, **values)
+            return self.step_wait()
+        except KeyboardInterrupt:
+            self._pending = None
+            raise
 
     def step_async(self, actions: Any, **values: Any) -> None:
         """Start a step; `step_wait` brings its results."""

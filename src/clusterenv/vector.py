@@ -70,8 +70,12 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         Returns:
             The observations of all environments, and the infos of those that were reset.
         """
-        self.reset_async(seed=seed, options=options)
-        return self.reset_wait()
+        try:
+            self.reset_async(seed=seed, options=options)
+            return self.reset_wait()
+        except KeyboardInterrupt:
+            self._pending = None
+            raise
 
     def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
         """Start a reset; `reset_wait` brings its results."""
@@ -109,8 +113,12 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method, or read an attribute, of every environment, looking through its wrappers."""
-        self.call_async(name, *args, **kwargs)
-        return self.call_wait()
+        try:
+            self.call_async(name, *args, **kwargs)
+            return self.call_wait()
+        except KeyboardInterrupt:
+            self._pending = None
+            raise
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Start a call; `call_wait` brings its results."""
@@ -194,15 +202,12 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         if self.closed or self._pending != name:
             self._check_open()
             raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
-        try:
-            outcome = self._backend.finish(timeout)
-        except TimeoutError:
-            raise  # Still pending: the same wait may be tried again.
-        except BaseException:
-            self._pending = None
-            raise
         self._pending = None
-        return outcome
+        try:
+            return self._backend.finish(timeout)
+        except TimeoutError:
+            self._pending = name  # The same wait may be tried again.
+            raise
 
     def _observations(self, outcome: Outcome) -> Any:
         planes = self._planes.observations

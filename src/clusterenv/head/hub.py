@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from clusterenv.config import Timeouts
 from clusterenv.errors import CallTimeout, WireError, WorkerFailed
+from clusterenv.head.calm import Calm
 from clusterenv.head.desks import Desks
 from clusterenv.head.door import Door, log_of
 from clusterenv.head.failure import failure_of
@@ -38,6 +39,7 @@ _UPKEEP_S = 1e-3
 Landing = Callable[[Member, Reply], Sequence[NDArray[Any]]]
 Accept = Callable[[Member, Reply, Sequence[zmq.Frame]], None]
 Answer = tuple[Member, "Reply | Lost"]
+Arrays = Callable[[Member], Sequence[Any]]
 
 
 def _no_arrays(member: Member) -> Sequence[Any]:
@@ -67,21 +69,16 @@ class Hub:
         self._replies: list[Reply | Lost | None] = [None] * len(shards)
         self._losses: dict[int, Lost] = {}
         self._call = 0
-        self._is_plain = False
-        self._is_open = False
+        self._is_plain = self._is_open = False
         self._awaited: Sequence[Member] = self.members
         self._looked_at = 0.0
         self._owner_pid = os.getpid()
         self._refusals = Complaints(log)
+        self._calm = Calm()
 
     def shares_memory(self, member: Member) -> bool:
         """Whether this worker and the head see the same arrays."""
         return self.desks.has(member)
-
-    @property
-    def all_share_memory(self) -> bool:
-        """Whether every worker is here, and sees the same arrays as the head."""
-        return self.desks.are_complete
 
     def gather_workers(self, at_least: int) -> None:
         """Wait until this many workers have joined; the others are late.
@@ -113,13 +110,13 @@ class Hub:
         """Let time pass, and let in who comes."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            self._pump(left)
+            self._pump(min(left, _SLICE_S))
 
     def start(
         self,
         make: Callable[[int, Member], Request],
         members: Sequence[Member] | None = None,
-        arrays: Callable[[Member], Sequence[Any]] = _no_arrays,
+        arrays: Arrays = _no_arrays,
     ) -> None:
         """Start a call: send each worker (or each of these) its own request.
 
@@ -133,21 +130,18 @@ class Hub:
         if self._is_open:
             self._finish_abandoned()
         # A worker that has come and has no environments yet takes part only in what is asked of it by name.
-        present = self._present() if members is None else [member for member in members if member.peer is not None]
+        present = (
+            self._roster.present() if members is None else [member for member in members if member.peer is not None]
+        )
         frames = [messages.encode(make(self._call + 1, member)) for member in present]
-        self._open_call(self.members if members is None else members, present)
-        for member, frame in zip(present, frames, strict=True):
-            self._send(member, frame, arrays(member))
+        self._start(self.members if members is None else members, present, frames, arrays)
 
-    def broadcast(self, make: Callable[[int], Request], arrays: Callable[[Member], Sequence[Any]] = _no_arrays) -> None:
+    def broadcast(self, make: Callable[[int], Request], arrays: Arrays = _no_arrays) -> None:
         """Start a call with the same request for every worker, encoded once."""
         if self._is_open:
             self._finish_abandoned()
-        frame = messages.encode(make(self._call + 1))
-        present = self._present()
-        self._open_call(self.members, present)
-        for member in present:
-            self._send(member, frame, arrays(member))
+        present = self._roster.present()
+        self._start(self.members, present, [messages.encode(make(self._call + 1))] * len(present), arrays)
 
     def start_one(self, member: Member, make: Callable[[int], Request], arrays: Sequence[Any]) -> None:
         """Start a call of one worker, beside those of others; `collect_some` brings its answer."""
@@ -157,8 +151,9 @@ class Hub:
             self._replies[member.index] = self._losses.get(member.index, NOT_HERE)
             member.owes = None
             return
-        self.desks.expect([member])
-        self._send(member, messages.encode(make(self._call)), arrays)
+        with self._calm:
+            self.desks.expect([member])
+            self._send(member, messages.encode(make(self._call)), arrays)
 
     def collect_some(self, timeout_s: float | None = None) -> list[Answer]:
         """Wait until at least one of the calls that `start_one` started is answered; returns all that are.
@@ -183,8 +178,9 @@ class Hub:
         self._call = call = self._call + 1
         if not call % _UPKEEP_CALLS:
             self.rest(_UPKEEP_S)
-        self._is_plain = self._is_open = True
-        self.desks.start_plain(call)
+        with self._calm:
+            self._is_plain = self._is_open = True
+            self.desks.start_plain(call)
 
     def collect(self, timeout_s: float | None = None) -> list[Answer]:
         """Wait until every worker that owes an answer has given it, or is lost.
@@ -258,23 +254,26 @@ class Hub:
     def _finish_abandoned(self) -> None:
         """Wait for the answers to a call that nobody waits for any more, after Ctrl-C or a timeout, and drop them."""
         log.warning("waiting for call %d, which was interrupted, before the next one", self._call)
+        self.desks.are_awaited = self.desks.are_in_use  # It may have been interrupted while it found that out.
         if self._await_answers(self.timeouts.call_s):
             for member in self._awaited:
                 self._replies[member.index] = None
 
-    def _present(self) -> list[Member]:
-        return [member for member in self.members if member.is_ready]
-
-    def _open_call(self, members: Sequence[Member], present: Sequence[Member]) -> None:
-        """Number a call and note who owes its answer; a worker that is not present has given it already."""
-        self._is_open = True
-        self._awaited = members
-        self._call += 1
-        self._roster.owe(self._call, present)
-        for member in members:
-            if member.owes is None:
-                self._replies[member.index] = self._losses.get(member.index, NOT_HERE)
-        self.desks.expect(present)
+    def _start(
+        self, members: Sequence[Member], present: Sequence[Member], frames: Sequence[bytes], arrays: Arrays
+    ) -> None:
+        """Number a call, note who owes its answer, and send; a worker that is not present has given it already."""
+        with self._calm:
+            self._is_open = True
+            self._awaited = members
+            self._call += 1
+            self._roster.owe(self._call, present)
+            for member in members:
+                if member.owes is None:
+                    self._replies[member.index] = self._losses.get(member.index, NOT_HERE)
+            self.desks.expect(present)
+            for member, frame in zip(present, frames, strict=True):
+                self._send(member, frame, arrays(member))
 
     def _send(self, member: Member, frame: bytes, arrays: Sequence[Any]) -> None:
         assert member.peer is not None, "it is here"
@@ -309,32 +308,34 @@ class Hub:
         Returns:
             Whether one came.
         """
-        received = self._socket.receive(timeout_s)
-        if received is None:
-            return False
-        peer, frames = received
-        member = self._roster.find(peer)
-        try:
-            if not frames:
-                raise WireError("an empty message")
-            reply = messages.decode_reply(frames[0].buffer)
-            if isinstance(reply, Join):
-                self._door.welcome(peer, reply)
-            elif member is None:
-                raise WireError(f"{type(reply).__name__} from somebody who has not joined")
-            else:
-                accept(member, reply, frames[1:])
-        except WireError as error:
-            # As text: a log handler that keeps the error would keep the whole hub by its traceback.
-            self._refusals.note("refused a message from %s: %s", "a stranger" if member is None else member, error)
-        return True
+        with self._calm:
+            received = self._socket.receive(timeout_s)
+            if received is None:
+                return False
+            peer, frames = received
+            member = self._roster.find(peer)
+            try:
+                if not frames:
+                    raise WireError("an empty message")
+                reply = messages.decode_reply(frames[0].buffer)
+                if isinstance(reply, Join):
+                    self._door.welcome(peer, reply)
+                elif member is None:
+                    raise WireError(f"{type(reply).__name__} from somebody who has not joined")
+                else:
+                    accept(member, reply, frames[1:])
+            except WireError as error:
+                # As text: a log handler that keeps the error would keep the whole hub.
+                self._refusals.note("refused a message from %s: %s", "a stranger" if member is None else member, error)
+            return True
 
     def post(self, member: Member, make: Callable[[int], Request], arrays: Sequence[Any] = ()) -> int:
         """Send one worker a request over its socket, outside any call of all; returns the request's number."""
         self._call += 1
         assert member.peer is not None, "it is here"
-        if not self._socket.send(member.peer, [messages.encode(make(self._call)), *arrays]):
-            self._vigil.suspect(time.monotonic())
+        with self._calm:
+            if not self._socket.send(member.peer, [messages.encode(make(self._call)), *arrays]):
+                self._vigil.suspect(time.monotonic())
         return self._call
 
     def look_for_losses(self, members: Sequence[Member]) -> list[tuple[Member, Lost]]:

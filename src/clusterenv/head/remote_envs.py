@@ -132,7 +132,7 @@ class RemoteEnvs:
         """
         hub, self._is_step, self._is_invoking = self.hub, True, False
         if actions is None and not self._lost:
-            if hub.all_share_memory:
+            if hub.desks.are_complete:
                 self.crew.start_once(hub.start_plain_step)
             else:
                 self.crew.start_once(

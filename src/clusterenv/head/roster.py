@@ -105,6 +105,10 @@ class Roster:
             raise WireError(f"worker {member.index} answered call {call}, but owes {member.owes}")
         member.owes = None
 
+    def present(self) -> list[Member]:
+        """Return the workers that are here and have environments."""
+        return [member for member in self.members if member.is_ready]
+
     def debtors(self) -> list[Member]:
         """Return the workers that still owe an answer."""
         return [member for member in self.members if member.owes is not None]
