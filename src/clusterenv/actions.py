@@ -44,9 +44,11 @@ class ActionWriter:
             ValueError: Their number is wrong.
             TypeError: They are no batch at all.
         """
-        if self._layout.is_single and _fits(actions, self._planes[0]):  # The common case, without a detour.
-            self._planes[0][...] = actions
-            return None
+        if self._layout.is_single and isinstance(actions, np.ndarray):  # The common case, without a detour.
+            plane = self._planes[0]
+            if actions.dtype == plane.dtype and actions.shape == plane.shape:
+                plane[...] = actions
+                return None
         if not isinstance(actions, _BATCHES) and hasattr(actions, "__array__"):
             actions = np.asarray(actions)  # A torch tensor, a jax array.
         parts = self._parts(actions)

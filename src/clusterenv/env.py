@@ -177,10 +177,11 @@ class ClusterEnv(BackedVectorEnv):
         """Start a step; `step_wait` brings its results."""
         if self._pending is not None or self._stream is not None or self.closed:
             self._check_idle("step_async")
-        if is_batch(actions):
+        if isinstance(actions, np.ndarray) or is_batch(actions):
             if values:
                 raise TypeError(f"Per-call values ({', '.join(values)}) go with an agent, not with actions.")
-            self._step_async(actions)
+            self._backend.step(self._actions.place(actions))
+            self._pending = "step"
         else:
             policy = self._policy_of(actions)
             self._ensure_reset()

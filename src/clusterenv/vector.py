@@ -94,11 +94,6 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._was_reset = True
         return self._observations(outcome), outcome.infos
 
-    def _step_async(self, actions: Any) -> None:
-        """Start a step with actions."""
-        self._backend.step(self._actions.place(actions))
-        self._pending = "step"
-
     def step_wait(self, timeout: float | None = None) -> Stepped:
         """Wait for the step under way, at most `timeout` seconds."""
         outcome = self._finish("step", timeout)

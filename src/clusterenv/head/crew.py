@@ -133,11 +133,10 @@ class Crew:
         self._given = {}
         self._hub.start(make, arrays=arrays)
 
-    def start_once(self, start: Callable[[], None]) -> None:
-        """Start a call that cannot be repeated."""
+    def expect_once(self) -> None:
+        """Be told that the call which is started next cannot be repeated."""
         self._redo = None
         self._given = {}
-        start()
 
     def answers(self, timeout_s: float | None = None) -> tuple[list[tuple[Member, Reply]], list[Member]]:
         """Wait for the answers to the call under way; replace the workers that were lost over it.
@@ -163,7 +162,7 @@ class Crew:
                 return self._in_order(), members
             make, arrays = self._redo
             self._hub.start(make, members, arrays)
-        return self._in_order(), []
+        return self._in_order() if self._given else [], []
 
     @contextlib.contextmanager
     def without_late(self) -> Iterator[None]:

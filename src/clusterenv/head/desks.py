@@ -8,7 +8,7 @@ from clusterenv.errors import WireError
 from clusterenv.head.roster import Member
 from clusterenv.wire import messages
 from clusterenv.wire.messages import Reply, Stepped
-from clusterenv.wire.shared import Bell, HeadDesk
+from clusterenv.wire.shared import AllDesks, Bell, HeadDesk
 
 _SETTLE_S = 1e-3
 
@@ -21,33 +21,33 @@ class Desks:
 
     Attributes:
         bell: Must be set before the first desk is used.
+        all: The desks together, while every worker has one.
         are_awaited: Whether an answer is still to come by a desk.
     """
 
     def __init__(self, num_workers: int) -> None:
         self.bell: Bell | None = None
+        self.all: AllDesks | None = None
         self.are_awaited = False
         self._desks: list[HeadDesk | None] = [None] * num_workers
 
     def use(self, member: Member, desk: HeadDesk) -> None:
         """From now on talk to this worker over its desk."""
         self._desks[member.index] = desk
+        desks = [each for each in self._desks if each is not None]
+        if len(desks) == len(self._desks):
+            self.all = AllDesks(self._the_bell(), desks)
 
     def drop(self, member: Member) -> None:
         """No longer talk to this worker over its desk: it is lost."""
         if self._desks[member.index] is not None:
-            self._desks[member.index] = None
+            self._desks[member.index] = self.all = None
             # Nobody knows whether it has been counted. The others' answers are found without the bell, if need be.
             self._the_bell().silence()
 
     def has(self, member: Member) -> bool:
         """Whether this worker has a desk."""
         return self._desks[member.index] is not None
-
-    @property
-    def are_complete(self) -> bool:
-        """Whether every worker has one."""
-        return None not in self._desks
 
     @property
     def are_in_use(self) -> bool:
@@ -72,22 +72,6 @@ class Desks:
         desk = self._desks[member.index]
         if desk is not None:
             desk.stop()
-
-    def start_plain(self, call: int) -> None:
-        """Start a plain step of all workers: the hot path."""
-        self.bell.expect(len(self._desks))  # type: ignore[union-attr]  # there is one where there are desks
-        for desk in self._desks:
-            desk.post_plain(call)  # type: ignore[union-attr]  # all have one
-
-    def finish_plain(self, call: int, timeout_s: float) -> tuple[bool, bool]:
-        """Wait for the answers to a plain step; returns whether the bell has rung, and whether all are plain."""
-        self.are_awaited = True
-        if not self.bell.wait(timeout_s):  # type: ignore[union-attr]  # there is one where there are desks
-            return False, False
-        for desk in self._desks:
-            if not desk.is_plain(call):  # type: ignore[union-attr]  # all have one
-                return True, False
-        return True, True
 
     def listen(
         self, members: Sequence[Member], timeout_s: float

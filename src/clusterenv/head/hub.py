@@ -17,14 +17,15 @@ from clusterenv.head.calm import Calm
 from clusterenv.head.desks import Desks
 from clusterenv.head.door import Door, log_of
 from clusterenv.head.failure import failure_of
+from clusterenv.head.inbox import Inbox
 from clusterenv.head.outcome import Lost
 from clusterenv.head.roster import Member, Roster
 from clusterenv.head.vigil import Vigil
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
-from clusterenv.wire.complaints import Complaints
 from clusterenv.wire.messages import Failed, Join, Part, Reply, Request, Stop
+from clusterenv.wire.shared import AllDesks
 from clusterenv.wire.zeromq import HeadSocket
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ _UPKEEP_CALLS = 1024  # How often to read the socket where workers share memory:
 _UPKEEP_S = 1e-3
 
 Landing = Callable[[Member, Reply], Sequence[NDArray[Any]]]
-Accept = Callable[[Member, Reply, Sequence[zmq.Frame]], None]
 Answer = tuple[Member, "Reply | Lost"]
 Arrays = Callable[[Member], Sequence[Any]]
 
@@ -52,6 +52,7 @@ class Hub:
     Attributes:
         members: The workers, in the order of their environments.
         desks: The conversation with those that share memory.
+        inbox: What comes by the socket.
         landing: Says into which arrays the frames that come with a reply belong.
         timeouts: How long to wait.
     """
@@ -69,12 +70,14 @@ class Hub:
         self._replies: list[Reply | Lost | None] = [None] * len(shards)
         self._losses: dict[int, Lost] = {}
         self._call = 0
-        self._is_plain = self._is_open = False
+        self._is_open = False
+        self._plain_desks: AllDesks | None = None
+        self._plain: list[int] = []  # Not empty while a plain step is under way there.
         self._awaited: Sequence[Member] = self.members
         self._looked_at = 0.0
         self._owner_pid = os.getpid()
-        self._refusals = Complaints(log)
         self._calm = Calm()
+        self.inbox = Inbox(socket, self._roster, self._door, self._calm)
 
     def shares_memory(self, member: Member) -> bool:
         """Whether this worker and the head see the same arrays."""
@@ -127,7 +130,7 @@ class Hub:
             members: To whom; by default to all.
             arrays: What a worker that does not share memory gets with it.
         """
-        if self._is_open:
+        if self._is_open or self._plain:
             self._finish_abandoned()
         # A worker that has come and has no environments yet takes part only in what is asked of it by name.
         present = (
@@ -138,7 +141,7 @@ class Hub:
 
     def broadcast(self, make: Callable[[int], Request], arrays: Arrays = _no_arrays) -> None:
         """Start a call with the same request for every worker, encoded once."""
-        if self._is_open:
+        if self._is_open or self._plain:
             self._finish_abandoned()
         present = self._roster.present()
         self._start(self.members, present, [messages.encode(make(self._call + 1))] * len(present), arrays)
@@ -168,19 +171,19 @@ class Hub:
             self._wait_for_news(deadline, timeout_s, has_desks=self.desks.are_in_use)
         return self._take_answers([member for member in self.members if self._replies[member.index] is not None])
 
-    def start_plain_step(self) -> None:
+    def start_plain_step(self, desks: AllDesks) -> None:
         """Start a step with the actions in the planes, where all workers share memory.
 
         This is the hot path, and everything that can be left out is: who owes what is noted only if somebody fails.
         """
-        if self._is_open:
+        if self._is_open or self._plain:
             self._finish_abandoned()
         self._call = call = self._call + 1
         if not call % _UPKEEP_CALLS:
             self.rest(_UPKEEP_S)
-        with self._calm:
-            self._is_plain = self._is_open = True
-            self.desks.start_plain(call)
+        self._plain_desks = desks
+        self._plain = desks.under_way
+        desks.start_plain(call)
 
     def collect(self, timeout_s: float | None = None) -> list[Answer]:
         """Wait until every worker that owes an answer has given it, or is lost.
@@ -208,14 +211,17 @@ class Hub:
 
     def _await_answers(self, timeout_s: float) -> bool:
         """Wait until all have answered or are lost; False if it was a plain step, and all answers to it are plain."""
-        if self._is_plain:
-            has_rung, are_plain = self.desks.finish_plain(self._call, min(_SLICE_S, timeout_s))
-            self._is_plain = False
-            if are_plain:
-                self._is_open = False
+        if self._plain:
+            desks = self._plain_desks
+            assert desks is not None, "a plain step was started there"
+            has_rung = desks.wait(min(_SLICE_S, timeout_s))
+            if has_rung and desks.are_plain(self._call):
+                self._plain.clear()
                 return False
             self._roster.owe(self._call, self.members)
             self._awaited = self.members
+            self.desks.are_awaited = self._is_open = True
+            self._plain.clear()
             if has_rung:
                 self._settle_all(self.desks.take(self.members))
         deadline = time.monotonic() + timeout_s
@@ -296,38 +302,7 @@ class Hub:
 
     def _pump(self, timeout_s: float) -> bool:
         """Deal with one message from the socket, if one comes."""
-        return self.listen(timeout_s, self._accept)
-
-    def listen(self, timeout_s: float, accept: Accept) -> bool:
-        """Wait for one message from the socket. Nonsense is logged and harms nobody.
-
-        Args:
-            timeout_s: How long.
-            accept: Deals with a worker's reply and the frames that came with it; may raise WireError.
-
-        Returns:
-            Whether one came.
-        """
-        with self._calm:
-            received = self._socket.receive(timeout_s)
-            if received is None:
-                return False
-            peer, frames = received
-            member = self._roster.find(peer)
-            try:
-                if not frames:
-                    raise WireError("an empty message")
-                reply = messages.decode_reply(frames[0].buffer)
-                if isinstance(reply, Join):
-                    self._door.welcome(peer, reply)
-                elif member is None:
-                    raise WireError(f"{type(reply).__name__} from somebody who has not joined")
-                else:
-                    accept(member, reply, frames[1:])
-            except WireError as error:
-                # As text: a log handler that keeps the error would keep the whole hub.
-                self._refusals.note("refused a message from %s: %s", "a stranger" if member is None else member, error)
-            return True
+        return self.inbox.listen(timeout_s, self._accept)
 
     def post(self, member: Member, make: Callable[[int], Request], arrays: Sequence[Any] = ()) -> int:
         """Send one worker a request over its socket, outside any call of all; returns the request's number."""

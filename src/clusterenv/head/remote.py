@@ -142,7 +142,8 @@ class Remote(RemoteEnvs):
             return Measure(call, numbers[member.index], sketch.version, sketch.family, values.dumps(sketch.arrays))
 
         self._is_step = False
-        self.crew.start_once(lambda: self.hub.start(ask, members))
+        self.crew.expect_once()
+        self.hub.start(ask, members)
         answers, _ = self.crew.answers()
         measurements = {}
         for member, reply in answers:

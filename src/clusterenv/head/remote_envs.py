@@ -132,12 +132,11 @@ class RemoteEnvs:
         """
         hub, self._is_step, self._is_invoking = self.hub, True, False
         if actions is None and not self._lost:
-            if hub.desks.are_complete:
-                self.crew.start_once(hub.start_plain_step)
+            self.crew.expect_once()
+            if (desks := hub.desks.all) is not None:
+                hub.start_plain_step(desks)
             else:
-                self.crew.start_once(
-                    lambda: hub.broadcast(lambda call: Step(call, None), lambda m: self._rows[m.index].actions)
-                )
+                hub.broadcast(lambda call: Step(call, None), lambda m: self._rows[m.index].actions)
         elif actions is None:
             self._start_step(lambda call, _: Step(call, None), lambda m: self._rows[m.index].actions)
         else:
@@ -312,11 +311,10 @@ class RemoteEnvs:
         """Start a step; workers that have replaced others since the last one are told that their episodes are over."""
         self._is_step = True
         unreported = {index: lost.dump_seen() for index, lost in self._lost.items()}
-        self.crew.start_once(
-            lambda: self.hub.start(
-                lambda call, m: Truncate(call, unreported[m.index]) if m.index in unreported else make(call, m),
-                arrays=lambda m: () if m.index in unreported else arrays(m),
-            )
+        self.crew.expect_once()
+        self.hub.start(
+            lambda call, m: Truncate(call, unreported[m.index]) if m.index in unreported else make(call, m),
+            arrays=lambda m: () if m.index in unreported else arrays(m),
         )
 
     def _report(self, member: Member, objects: dict[int, list[list[Any]]]) -> ShardInfos:

@@ -156,13 +156,13 @@ class Stream:
         self._publisher.notice(self._policy)
         started = time.monotonic()
         # What came while the learner learned, and no more than that.
-        while time.monotonic() - started < _LOOK_S and self._hub.listen(0.0, self._accept):
+        while time.monotonic() - started < _LOOK_S and self._hub.inbox.listen(0.0, self._accept):
             pass
         self._discard_old()
         try:
             self._tend()  # Also where rollouts are ready: a lost worker's successor must not wait for a lull.
             while self._failure is None and self._num_ready_envs < self._num_envs:
-                self._hub.listen(_SLICE_S, self._accept)
+                self._hub.inbox.listen(_SLICE_S, self._accept)
                 self._tend()
                 if time.monotonic() - started > self._hub.timeouts.call_s and self._num_ready_envs < self._num_envs:
                     raise CallTimeout(
@@ -387,7 +387,7 @@ class Stream:
 
         look_at = time.monotonic() + _LOOK_S
         while owing:
-            if self._hub.listen(_SLICE_S, accept) and time.monotonic() < look_at:
+            if self._hub.inbox.listen(_SLICE_S, accept) and time.monotonic() < look_at:
                 continue
             look_at = time.monotonic() + _LOOK_S
             members = [self._lanes[index].member for index in owing]

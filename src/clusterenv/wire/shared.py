@@ -25,14 +25,15 @@ from typing import TYPE_CHECKING
 from clusterenv.errors import WireError
 from clusterenv.wire import memory_map, semaphore
 from clusterenv.wire.messages import Offer
-from clusterenv.wire.semaphore import Semaphore
+from clusterenv.wire.semaphore import Chain, Semaphore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _NONCE_BYTES = 64
 _MAILBOX_BYTES = 1 << 20
 _HEADER = struct.Struct("<QQ")
+_pack_into, _unpack = _HEADER.pack_into, _HEADER.unpack
 _MAX_BYTES = _MAILBOX_BYTES - _HEADER.size
 _BY_SOCKET = 2**64 - 1  # lengths no mailbox has: the message comes over the socket,
 _PLAIN = 2**64 - 2  # or it is plain
@@ -99,21 +100,25 @@ class Bell:
     Being woken by every worker would cost the head a switch each, on a core that another worker may need. The first
     semaphore holds one token less than answers are awaited. Each worker that answers takes one; the one that finds
     none left is the last, and rings.
+
+    Attributes:
+        open: The first semaphore.
+        ring: The second.
     """
 
     def __init__(self, memory: memoryview, *, initialise: bool) -> None:
-        self._open = Semaphore(memory, initialise=initialise)
-        self._ring = Semaphore(memory[semaphore.SIZE_BYTES :], initialise=initialise)
+        self.open = Semaphore(memory, initialise=initialise)
+        self.ring = Semaphore(memory[semaphore.SIZE_BYTES :], initialise=initialise)
 
     def expect(self, num_answers: int) -> None:
         """Await this many answers."""
         for _ in range(num_answers - 1):
-            self._open.post()
+            self.open.post()
 
     def answer(self) -> None:
         """Note one answer."""
-        if not self._open.try_wait():
-            self._ring.post()
+        if not self.open.try_wait():
+            self.ring.post()
 
     def silence(self) -> None:
         """Take back all tokens, when somebody who was to answer never will.
@@ -121,31 +126,34 @@ class Bell:
         An answer that comes after this rings at once. Then the bell has rung too early, and the head, which looks at
         the desks, goes on waiting.
         """
-        while self._open.try_wait():
+        while self.open.try_wait():
             pass
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all have answered; False if that took too long."""
-        return self._ring.wait(timeout_s)
+        return self.ring.wait(timeout_s)
 
 
 class HeadDesk:
-    """The head's side of one worker's desk."""
+    """The head's side of one worker's desk.
+
+    Attributes:
+        go: Wakes the worker.
+        request: The header of the request's mailbox.
+        reply: The header of the reply's mailbox.
+    """
 
     def __init__(self, memory: memoryview, worker_index: int) -> None:
         self._desk = desk = _desk_memory(memory, worker_index)
-        self._go = Semaphore(desk[_GO:], initialise=True)
+        self.go = Semaphore(desk[_GO:], initialise=True)
+        self.request = desk[_REQUEST : _REQUEST + _HEADER.size]
+        self.reply = desk[_REPLY : _REPLY + _HEADER.size]
 
     def post(self, frame: bytes, call: int) -> bool:
         """Hand over a request; False if it is too large, and must follow over the socket."""
         fits = _put(self._desk, _REQUEST, frame, call)
-        self._go.post()
+        self.go.post()
         return fits
-
-    def post_plain(self, call: int) -> None:
-        """Hand over a plain step."""
-        _HEADER.pack_into(self._desk, _REQUEST, _PLAIN, call)
-        self._go.post()
 
     def is_plain(self, call: int) -> bool:
         """Tell whether the reply to a call is plain; to be trusted as `take` is."""
@@ -165,7 +173,39 @@ class HeadDesk:
     def stop(self) -> None:
         """Tell the worker to end as soon as it next looks."""
         self._desk[_STOP] = 1
-        self._go.post()
+        self.go.post()
+
+
+class AllDesks:
+    """The desks of all workers at once: starts a plain step and looks at its answers. This is the hot path.
+
+    Attributes:
+        under_way: Is not empty from the moment the workers are woken, until it is cleared.
+        wait: Waits for the bell.
+    """
+
+    def __init__(self, bell: Bell, desks: Sequence[HeadDesk]) -> None:
+        self._requests = [desk.request for desk in desks]
+        self._replies = [desk.reply for desk in desks]
+        # As `Bell.expect` does, and then to work.
+        chain = Chain([bell.open] * (len(desks) - 1) + [desk.go for desk in desks])
+        self.under_way = chain.posted
+        self.wait = bell.ring.wait
+        self._wake = chain.post
+
+    def start_plain(self, call: int) -> None:
+        """Start a plain step of all workers."""
+        for request in self._requests:
+            _pack_into(request, 0, _PLAIN, call)
+        self._wake()
+
+    def are_plain(self, call: int) -> bool:
+        """Tell whether all replies to a call are plain; to be trusted as `HeadDesk.take` is."""
+        expected = _PLAIN, call
+        for reply in self._replies:  # noqa: SIM110 - all() would take longer than the rest
+            if _unpack(reply) != expected:
+                return False
+        return True
 
 
 class WorkerDesk:

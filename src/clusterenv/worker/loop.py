@@ -27,6 +27,7 @@ from clusterenv.wire.messages import (
     Ready,
     Refused,
     Returned,
+    Step,
     Stop,
     Stream,
 )
@@ -89,7 +90,9 @@ class _Worker:
     def serve(self) -> None:
         while not self._leave.is_wanted:
             request = self._channel.receive(_LOOK_UP_S)
-            if request is None:
+            if isinstance(request, Step):  # First: it comes most often.
+                self._answer(request)
+            elif request is None:
                 if self._watchdog.head_is_gone:
                     return
                 if self._watchdog.connection_was_lost:
