@@ -63,7 +63,7 @@ class RunningContender:
         # Importing PufferLib drops a symbolic link into the working directory, which must not be the repository's.
         scratch = cache / "scratch"
         scratch.mkdir(parents=True, exist_ok=True)
-        self._log = cache / "logs" / f"{contender.name}-{task}-{entry.num_envs}.log"
+        self._log = cache / "logs" / f"{name_log(entry, task, settings)}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -84,6 +84,7 @@ class RunningContender:
                 start_new_session=True,
             )
         self._received = b""
+        self._is_closed = False
         try:
             self._expect("ready", SETUP_TIMEOUT_S)
         except BaseException:
@@ -122,7 +123,10 @@ class RunningContender:
         return (after - before) / (ended - began)
 
     def close(self) -> None:
-        """Ask it to end, and after a while make it."""
+        """Ask it to end, and after a while make it; may be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._thaw()
         self._end(CLOSE_TIMEOUT_S)
 
@@ -155,6 +159,8 @@ class RunningContender:
         first, _, rest = line.partition(" ")
         if first == "missing":
             raise ContenderFailed(f"not installed: {rest}")
+        if first == "cannot":
+            raise ContenderFailed(f"not possible: {rest}")
         if first != word:
             raise ContenderFailed(f"failed: {rest or line}")
         return rest
@@ -182,6 +188,12 @@ class RunningContender:
 
     def _thaw(self) -> None:
         signal_tree(self._process.pid, signal.SIGCONT)
+
+
+def name_log(entry: Entry, task: str, settings: Settings) -> str:
+    """Name a contender's log, so that those of other settings, set up at the same time, have other logs."""
+    values = [str(value) for value in settings.values()]
+    return "-".join([entry.contender.name, task, str(entry.num_envs), *(text for text in values if os.sep not in text)])
 
 
 def child_environment() -> dict[str, str]:

@@ -1,14 +1,18 @@
-"""The limits: plain loops over environments in two processes, free-running and in lockstep.
+"""The limits: plain loops over environments in a few processes, free-running and in lockstep.
+
+Two processes, on two cores, unless the environments wait instead of working: then as many as help.
 
 Both loops do the same work as `SyncVectorEnv` in its default NEXT_STEP mode: a finished environment is reset in the
 place of its next step, and that counts as a step. They keep nothing of what the environments return.
 """
 
+import itertools
 import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Sequence
 from ctypes import c_long
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from multiprocessing.sharedctypes import RawValue
@@ -22,25 +26,25 @@ FORK = multiprocessing.get_context("fork")
 
 
 class BareLoops:
-    """Two processes that step their half of the environments and never speak to each other."""
+    """Processes that step their part of the environments and never speak to each other."""
 
-    def __init__(self, task: str, num_envs: int) -> None:
+    def __init__(self, task: str, num_envs: int, num_processes: int = PROCESSES) -> None:
         self._pipes: list[Connection] = []
         self._processes: list[ForkProcess] = []
-        for size in split(num_envs):
+        for first, size in split(num_envs, num_processes):
             ours, theirs = FORK.Pipe()
             self._pipes.append(ours)
-            self._processes.append(start(run_freely, task, size, theirs))
+            self._processes.append(start(run_freely, task, first, size, theirs))
 
     def run(self, seconds: float) -> float:
-        """Step for so long; returns environment steps per second, both processes together."""
+        """Step for so long; returns environment steps per second, all processes together."""
         for pipe in self._pipes:
             pipe.send(seconds)
         rates: list[float] = [pipe.recv() for pipe in self._pipes]
         return sum(rates)
 
     def close(self) -> None:
-        """End both processes."""
+        """End the processes."""
         end(self._processes)
 
 
@@ -60,13 +64,12 @@ class PairLockstep:
         self._num_envs = num_envs
         self._pipes: list[Connection] = []
         self._processes: list[ForkProcess] = []
-        for rank, size in enumerate(split(num_envs)):
+        for rank, (first, size) in enumerate(split(num_envs, PROCESSES)):
             ours, theirs = FORK.Pipe()
             self._pipes.append(ours)
+            make = make_shard or partial(Shard, first=first)
             self._processes.append(
-                start(
-                    run_as_pair, make_shard or Shard, task, size, theirs, gates[rank], gates[1 - rank], last_step, rank
-                )
+                start(run_as_pair, make, task, size, theirs, gates[rank], gates[1 - rank], last_step, rank)
             )
 
     def run(self, seconds: float) -> float:
@@ -83,33 +86,35 @@ class PairLockstep:
 
 
 class ParentLockstep:
-    """Two processes and a parent that, for every step, posts both and waits for both."""
+    """Processes and a parent that, for every step, posts them all and waits for them all."""
 
-    def __init__(self, task: str, num_envs: int) -> None:
+    def __init__(self, task: str, num_envs: int, num_processes: int = PROCESSES) -> None:
         self._num_envs = num_envs
-        self._go = [FORK.Semaphore(0) for _ in range(PROCESSES)]
-        self._done = [FORK.Semaphore(0) for _ in range(PROCESSES)]
-        self._processes = [
-            start(run_for_parent, task, size, self._go[rank], self._done[rank])
-            for rank, size in enumerate(split(num_envs))
-        ]
+        self._go: list[Semaphore] = []
+        self._done: list[Semaphore] = []
+        self._processes: list[ForkProcess] = []
+        for first, size in split(num_envs, num_processes):
+            self._go.append(FORK.Semaphore(0))
+            self._done.append(FORK.Semaphore(0))
+            self._processes.append(start(run_for_parent, task, first, size, self._go[-1], self._done[-1]))
 
     def run(self, seconds: float) -> float:
-        """Step for so long; returns environment steps per second, both processes together."""
-        (go_0, go_1), (done_0, done_1) = self._go, self._done
+        """Step for so long; returns environment steps per second, all processes together."""
+        starts = [go.release for go in self._go]
+        waits = [done.acquire for done in self._done]
         steps = 0
         began = now = time.perf_counter()
         while now - began < seconds:
-            go_0.release()
-            go_1.release()
-            done_0.acquire()
-            done_1.acquire()
+            for release in starts:
+                release()
+            for acquire in waits:
+                acquire()
             steps += 1
             now = time.perf_counter()
         return steps * self._num_envs / (now - began)
 
     def close(self) -> None:
-        """End both processes."""
+        """End the processes."""
         end(self._processes)
 
 
@@ -121,15 +126,19 @@ class Steppable(Protocol):
 
 
 class Shard:
-    """The environments of one process, stepped by the tightest loop that still resets the finished ones."""
+    """The environments of one process, stepped by the tightest loop that still resets the finished ones.
 
-    def __init__(self, task: str, size: int) -> None:
+    Seeds and actions go by the environment's index among all: were they the same in all processes, so would be the
+    steps' durations, and nobody would ever wait for anybody.
+    """
+
+    def __init__(self, task: str, size: int, first: int = 0) -> None:
         self._envs = [make_env(task) for _ in range(size)]
         self._steps = [env.step for env in self._envs]
         self._is_finished = [False] * size
-        self._actions = [list(row) for row in precompute_actions(task, size)]
+        self._actions = [list(row[first:]) for row in precompute_actions(task, first + size)]
         self._row = 0
-        for seed, env in enumerate(self._envs):
+        for seed, env in enumerate(self._envs, start=first):
             env.reset(seed=seed)
 
     def step(self) -> None:
@@ -146,9 +155,9 @@ class Shard:
                 is_finished[index] = terminated or truncated
 
 
-def run_freely(task: str, size: int, pipe: Connection) -> None:
+def run_freely(task: str, first: int, size: int, pipe: Connection) -> None:
     """Step for as many seconds as each message says, answering with the rate."""
-    shard = Shard(task, size)
+    shard = Shard(task, size, first)
     while True:
         seconds = pipe.recv()
         steps = 0
@@ -194,18 +203,20 @@ def run_as_pair(
         pipe.send(steps / (time.perf_counter() - began))
 
 
-def run_for_parent(task: str, size: int, go: Semaphore, done: Semaphore) -> None:
+def run_for_parent(task: str, first: int, size: int, go: Semaphore, done: Semaphore) -> None:
     """Step once whenever the parent says so."""
-    shard = Shard(task, size)
+    shard = Shard(task, size, first)
     while True:
         go.acquire()
         shard.step()
         done.release()
 
 
-def split(num_envs: int) -> tuple[int, int]:
-    """Halve the environments, the first process taking the odd one."""
-    return num_envs - num_envs // PROCESSES, num_envs // PROCESSES
+def split(num_envs: int, num_processes: int) -> list[tuple[int, int]]:
+    """Share the environments out: for each process the first one's index and how many, at least one."""
+    num_processes = min(num_processes, num_envs)
+    edges = [num_envs * rank // num_processes for rank in range(num_processes + 1)]
+    return [(first, stop - first) for first, stop in itertools.pairwise(edges)]
 
 
 def start(target: Callable[..., None], *args: Any) -> ForkProcess:

@@ -9,10 +9,15 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.bare import BareLoops, PairLockstep, ParentLockstep
 from benchmarks.rollers import build_bare_rollout, build_rollout
-from benchmarks.tasks import TASKS, make_env, precompute_actions
+from benchmarks.tasks import IN_ENVPOOL, make_env, precompute_actions
+
+
+class CannotDo(Exception):
+    """A library has no way to step a task; the text says why, for the table."""
 
 
 class Stepper(Protocol):
@@ -62,14 +67,49 @@ class VectorStepper:
         self._close()
 
 
-def build_bare(task: str, num_envs: int) -> Stepper:
+class ExchangeStepper:
+    """Steps a ClusterEnv by `send` and `recv`: a worker has new actions as soon as its results are here.
+
+    Args:
+        envs: A ClusterEnv that was reset.
+        actions: Rows of actions for all environments, used round and round.
+    """
+
+    def __init__(self, envs: Any, actions: Sequence[Any]) -> None:
+        self._envs = envs
+        self._actions = actions
+
+    def run(self, seconds: float) -> float:
+        """Step for so long, and until nothing is under way any more; returns environment steps per second."""
+        envs, actions = self._envs, self._actions
+        steps = row = 0
+        under_way = envs.num_envs
+        began = now = time.perf_counter()
+        envs.send(actions[row], np.arange(under_way))
+        while under_way:
+            env_ids = envs.recv()[4]["env_id"]
+            steps += len(env_ids)
+            now = time.perf_counter()
+            if now - began < seconds:
+                row = (row + 1) % len(actions)
+                envs.send(actions[row][env_ids], env_ids)
+            else:
+                under_way -= len(env_ids)
+        return steps / (now - began)
+
+    def close(self) -> None:
+        """Close the ClusterEnv."""
+        self._envs.close()
+
+
+def build_bare(task: str, num_envs: int, *, num_processes: int = 2) -> Stepper:
     """Build the free-running bare loops."""
-    return BareLoops(task, num_envs)
+    return BareLoops(task, num_envs, num_processes)
 
 
-def build_lockstep(task: str, num_envs: int, *, barrier: str) -> Stepper:
-    """Build the lockstep limit: the processes meet as a "pair", or a "parent" coordinates them."""
-    return PairLockstep(task, num_envs) if barrier == "pair" else ParentLockstep(task, num_envs)
+def build_lockstep(task: str, num_envs: int, *, barrier: str, num_processes: int = 2) -> Stepper:
+    """Build the lockstep limit: two processes meet as a "pair", or a "parent" coordinates them or more."""
+    return PairLockstep(task, num_envs) if barrier == "pair" else ParentLockstep(task, num_envs, num_processes)
 
 
 def build_sync(task: str, num_envs: int, *, copy: bool) -> Stepper:
@@ -106,11 +146,23 @@ def build_sb3(task: str, num_envs: int) -> Stepper:
 
 
 def build_puffer(
-    task: str, num_envs: int, *, backend: str, num_workers: int | None = None, half_batches: bool = False
+    task: str,
+    num_envs: int,
+    *,
+    backend: str,
+    num_workers: int | None = None,
+    half_batches: bool = False,
+    any_order: bool = False,
 ) -> Stepper:
-    """Build PufferLib's `Serial` or `Multiprocessing`, which hand out views and never copy.
+    """Build PufferLib's `Serial` or `Multiprocessing`.
 
-    With `half_batches` a call steps one worker's half while the other half is being stepped, EnvPool's way.
+    Args:
+        task: A key of `tasks.TASKS`.
+        num_envs: How many environments.
+        backend: Its name.
+        num_workers: Of `Multiprocessing`.
+        half_batches: A call steps one half while the other half is being stepped, EnvPool's way.
+        any_order: A half is whoever is ready, instead of the same workers by turns. Otherwise it hands out views.
     """
     import pufferlib.vector
     from pufferlib.emulation import GymnasiumPufferEnv
@@ -122,8 +174,11 @@ def build_puffer(
     settings: dict[str, Any] = {}
     if num_workers is not None:
         # `overwork`: it counts physical cores, of which a virtual machine may show fewer than it has.
-        settings = {"num_workers": num_workers, "batch_size": rows, "zero_copy": True, "overwork": True}
+        settings = {"num_workers": num_workers, "batch_size": rows, "overwork": True}
+        settings["zero_copy"] = not any_order
     envs = pufferlib.vector.make(creator, backend=getattr(pufferlib.vector, backend), num_envs=num_envs, **settings)
+    # The constructor has an argument for it, which `make` refuses.
+    envs.sync_traj = not any_order
     envs.async_reset(seed=0)
     envs.recv()
 
@@ -131,8 +186,7 @@ def build_puffer(
         envs.send(actions)
         return envs.recv()
 
-    actions = precompute_actions(task, rows).astype(np.int32)
-    return VectorStepper(step, list(actions), rows, envs.close)
+    return VectorStepper(step, list(with_small_integers(precompute_actions(task, rows))), rows, envs.close)
 
 
 def build_clusterenv(
@@ -146,14 +200,28 @@ def build_clusterenv(
     return VectorStepper(envs.step, list(precompute_actions(task, num_envs)), num_envs, envs.close)
 
 
+def build_clusterenv_exchange(task: str, num_envs: int, *, num_workers: int) -> Stepper:
+    """Build ClusterEnv over plain environments, whose workers do not wait for one another."""
+    from clusterenv import ClusterEnv
+
+    envs = ClusterEnv(factories(task, num_envs), num_workers=num_workers)
+    envs.reset(seed=0)
+    return ExchangeStepper(envs, list(precompute_actions(task, num_envs)))
+
+
 def build_envpool(task: str, num_envs: int, *, num_threads: int) -> Stepper:
     """Build EnvPool's own (C++) environments in this process."""
+    if task not in IN_ENVPOOL:
+        raise CannotDo("EnvPool steps only environments of its own, written in C++")
     import envpool
 
-    envs = envpool.make(TASKS[task], env_type="gymnasium", num_envs=num_envs, num_threads=num_threads, seed=0)
+    env_id, settings = IN_ENVPOOL[task]
+    envs = envpool.make(env_id, env_type="gymnasium", num_envs=num_envs, num_threads=num_threads, seed=0, **settings)
     envs.reset()
-    # Its actions are int32; converting them is the caller's business, so it is done beforehand.
-    actions = precompute_actions(task, num_envs).astype(np.int32)
+    # Converting actions is the caller's business, so it is done beforehand.
+    actions = with_small_integers(precompute_actions(task, num_envs))
+    if actions.dtype != np.int32:
+        actions = actions.astype(envs.action_space.dtype)
     return VectorStepper(envs.step, list(actions), num_envs, envs.close)
 
 
@@ -162,9 +230,16 @@ def build_clusterenv_envpool(task: str, num_envs: int, *, num_workers: int, num_
     from clusterenv import ClusterEnv
     from clusterenv.adapters.envpool import EnvPool
 
-    envs = ClusterEnv(EnvPool(TASKS[task], num_threads=num_threads), num_envs=num_envs, num_workers=num_workers)
+    env_id, settings = IN_ENVPOOL[task]
+    envs = ClusterEnv(EnvPool(env_id, num_threads=num_threads, **settings), num_envs=num_envs, num_workers=num_workers)
     envs.reset(seed=0)
-    return VectorStepper(envs.step, list(precompute_actions(task, num_envs)), num_envs, envs.close)
+    actions = precompute_actions(task, num_envs).astype(envs.action_space.dtype, copy=False)
+    return VectorStepper(envs.step, list(actions), num_envs, envs.close)
+
+
+def with_small_integers(actions: NDArray[Any]) -> NDArray[Any]:
+    """Turn whole numbers into the 32 bits that libraries written in C or C++ expect."""
+    return actions.astype(np.int32) if np.issubdtype(actions.dtype, np.integer) else actions
 
 
 BUILDERS: Mapping[str, Callable[..., Stepper]] = {
@@ -175,6 +250,7 @@ BUILDERS: Mapping[str, Callable[..., Stepper]] = {
     "sb3": build_sb3,
     "puffer": build_puffer,
     "clusterenv": build_clusterenv,
+    "clusterenv-exchange": build_clusterenv_exchange,
     "envpool": build_envpool,
     "clusterenv-envpool": build_clusterenv_envpool,
     "bare-rollout": build_bare_rollout,

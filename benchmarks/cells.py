@@ -1,15 +1,31 @@
 """What is measured: the contenders, and the cells (one task at one size) in which they meet."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.tasks import TASKS
+from benchmarks.tasks import IN_ENVPOOL, TASKS
 
 Settings = Mapping[str, Any]
 
 LOCKSTEP = "lockstep"
+SCALING = "scaling"
 SCALING_ENVS = (64, 256, 1024)
+
+SIZES: Mapping[str, Sequence[int]] = {
+    "cartpole": (16, 64, 256),
+    "lunarlander": (16, 64, 256),
+    "atari": (16,),
+    "mujoco": (64,),
+    "dict": (64,),
+    "image": (64,),
+    "wait": (16,),
+    "work": (16,),
+    "random": (16,),
+}
+# Numbers of processes where a step takes a millisecond: if it waits, all may wait at once, whatever the cores; if it
+# works, more processes than cores leave it to the system to balance their loads. What should be fastest comes first.
+CROWDS: Mapping[str, Sequence[int]] = {"wait": (16, 2), "work": (2, 16), "random": (2, 16)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +36,9 @@ class Contender:
         name: How `--only` and the CSV call it.
         label: How the table calls it.
         builder: A key of `builders.BUILDERS`.
-        settings: Keyword arguments for the builder. Where there are several, all are tried and the fastest competes.
+        settings: Keyword arguments for the builder. Where there are several, all are tried and the fastest competes;
+            what should be fastest comes first.
+        by_task: Settings for some tasks, in place of those.
         peer: The virtual environment it needs, a key of `peers.PEERS`; None for the interpreter of the benchmark.
     """
 
@@ -28,35 +46,64 @@ class Contender:
     label: str
     builder: str
     settings: Sequence[Settings] = ({},)
+    by_task: Mapping[str, Sequence[Settings]] = field(default_factory=dict)
     peer: str | None = None
+
+    def list_settings(self, task: str) -> Sequence[Settings]:
+        """List the settings to try in a task."""
+        return self.by_task.get(task, self.settings)
+
+
+def crowd(
+    key: str, *others: Settings, crowds: Mapping[str, Sequence[int]] = CROWDS
+) -> Mapping[str, Sequence[Settings]]:
+    """List settings for the tasks with slow steps: each of the others with each number of processes, under this key."""
+    return {
+        task: [{key: number, **other} for number in numbers for other in others or ({},)]
+        for task, numbers in crowds.items()
+    }
 
 
 # In playing order. Neighbours are compared most: what the machine does between two of them spoils their ratio least.
 CONTENDERS: Mapping[str, Contender] = {
     contender.name: contender
     for contender in (
-        Contender(name="bare", label="bare loops, 2 processes", builder="bare"),
+        Contender(
+            name="bare",
+            label="bare loops",
+            builder="bare",
+            by_task=crowd("num_processes"),
+        ),
         Contender(
             name="clusterenv-zmq",
-            label="ClusterEnv, 2 workers, zmq",
+            label="ClusterEnv, zmq",
             builder="clusterenv",
             settings=({"num_workers": 2, "transport": "zmq"},),
+            by_task=crowd("num_workers", {"transport": "zmq"}),
         ),
         Contender(
             name=LOCKSTEP,
-            label="lockstep limit, 2 processes",
+            label="lockstep limit",
             builder="lockstep",
             settings=({"barrier": "pair"}, {"barrier": "parent"}),
+            by_task=crowd("num_processes", {"barrier": "parent"}),
         ),
         Contender(
             name="clusterenv-shm",
-            label="ClusterEnv, 2 workers, shm",
+            label="ClusterEnv, shm",
             builder="clusterenv",
             settings=({"num_workers": 2, "transport": "shm"},),
+            by_task=crowd("num_workers", {"transport": "shm"}),
+        ),
+        Contender(
+            name="clusterenv-exchange",
+            label="ClusterEnv, shm, send and recv",
+            builder="clusterenv-exchange",
+            by_task=crowd("num_workers"),
         ),
         Contender(
             name="clusterenv-shm-views",
-            label="ClusterEnv, 2 workers, shm, copy=False",
+            label="ClusterEnv, shm, copy=False",
             builder="clusterenv",
             settings=({"num_workers": 2, "transport": "shm", "copy": False},),
         ),
@@ -68,6 +115,12 @@ CONTENDERS: Mapping[str, Contender] = {
                 {"backend": "Multiprocessing", "num_workers": 1},
                 {"backend": "Multiprocessing", "num_workers": 2},
                 {"backend": "Multiprocessing", "num_workers": 2, "half_batches": True},
+            ),
+            by_task=crowd(
+                "num_workers",
+                {"backend": "Multiprocessing", "half_batches": True, "any_order": True},
+                {"backend": "Multiprocessing"},
+                crowds=dict.fromkeys(CROWDS, (2, 16)),  # Its workers spin, so more than cores seldom help.
             ),
             peer="pufferlib",
         ),
@@ -98,7 +151,7 @@ CONTENDERS: Mapping[str, Contender] = {
             name="envpool",
             label="EnvPool alone (C++)",
             builder="envpool",
-            settings=({"num_threads": 1}, {"num_threads": 2}),
+            settings=({"num_threads": 2}, {"num_threads": 1}),
         ),
         Contender(
             name="clusterenv-envpool",
@@ -106,16 +159,15 @@ CONTENDERS: Mapping[str, Contender] = {
             builder="clusterenv-envpool",
             settings=(
                 {"num_workers": 2, "num_threads": 1},
-                {"num_workers": 1, "num_threads": 1},
                 {"num_workers": 1, "num_threads": 2},
             ),
         ),
     )
 }
 
-# What only matters where the observations are large, and what exists only for one task.
+# What only matters where the observations are large, and where steps take unequally long.
 VIEWS = ("clusterenv-shm-views", "clusterenv-0-views")
-ENVPOOL = ("envpool", "clusterenv-envpool")
+EXCHANGE = ("clusterenv-exchange",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +201,12 @@ class Cell:
 
 
 def plan_cells(
-    tasks: Collection[str], envs: Collection[int] | None, only: Collection[str] | None, *, scaling: bool
+    tasks: Collection[str],
+    envs: Collection[int] | None,
+    only: Collection[str] | None,
+    *,
+    scaling: bool,
+    is_quick: bool = False,
 ) -> list[Cell]:
     """Lay out the cells of a run.
 
@@ -158,25 +215,27 @@ def plan_cells(
         envs: Sizes for every task; None for the sizes each task is meant for.
         only: Names of the contenders to keep (the lockstep limit always stays); None for all.
         scaling: Whether to end with the scaling cell.
+        is_quick: Whether one size a task will do, the middle one.
     """
-    cells = [
-        plan_cell(task, num_envs, only)
-        for task in TASKS
-        if task in tasks
-        for num_envs in envs or ((16, 64, 256) if task in ("cartpole", "lunarlander") else (64,))
-    ]
+    cells = []
+    for task, sizes in SIZES.items():
+        if task in tasks:
+            planned = envs or ([middle(sizes)] if is_quick else sizes)
+            cells += [plan_cell(task, num_envs, only) for num_envs in planned]
     if scaling:
         cells.append(plan_scaling())
     return cells
 
 
 def plan_cell(task: str, num_envs: int, only: Collection[str] | None) -> Cell:
-    """Pick who competes in one task at one size."""
+    """Pick who competes in one task at one size; who cannot, will say so."""
     left_out: set[str] = set()
     if task != "image":
         left_out.update(VIEWS)
-    if (task, num_envs) != ("cartpole", 256):
-        left_out.update(ENVPOOL)
+    if task != "random":
+        left_out.update(EXCHANGE)
+    if task not in IN_ENVPOOL:
+        left_out.add("clusterenv-envpool")  # EnvPool itself stays, and says why it cannot.
     entries = [
         Entry(contender=contender, num_envs=num_envs)
         for contender in CONTENDERS.values()
@@ -194,4 +253,9 @@ def plan_scaling() -> Cell:
         for name in (LOCKSTEP, "clusterenv-shm")
     ]
     base = next(entry for entry in entries if entry.contender.name == "clusterenv-shm")
-    return Cell(name="scaling", task="cartpole", entries=entries, base=base)
+    return Cell(name=SCALING, task="cartpole", entries=entries, base=base)
+
+
+def middle(sizes: Sequence[int]) -> int:
+    """Pick the size that stands for a task where there is room for one only."""
+    return sorted(sizes)[len(sizes) // 2]

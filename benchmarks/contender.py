@@ -1,6 +1,7 @@
 """A contender's own process: `python -m benchmarks.contender BUILDER TASK NUM_ENVS SETTINGS`.
 
-It speaks lines. On its standard output: `ready`, or `missing REASON` (a library is not there), or `failed REASON`; then
+It speaks lines. On its standard output: `ready`, or `missing REASON` (a library is not there), or `cannot REASON` (a
+library has no way to do the task), or `failed REASON`; then
 `rate ENV_STEPS_PER_SECOND` for every `run SECONDS` it reads on its standard input, until `quit` or its end. Between
 lines it does nothing, and the arena freezes it on top of that.
 """
@@ -10,7 +11,7 @@ import json
 import os
 import sys
 
-from benchmarks.builders import BUILDERS
+from benchmarks.builders import BUILDERS, CannotDo
 
 
 def main() -> None:
@@ -33,6 +34,9 @@ def main() -> None:
         stepper = BUILDERS[arguments.builder](arguments.task, arguments.num_envs, **arguments.settings)
     except ImportError as error:
         answers.write(f"missing {one_line(error)}\n")
+        raise
+    except CannotDo as error:
+        answers.write(f"cannot {error}\n")
         raise
     except Exception as error:
         answers.write(f"failed {one_line(error)}\n")

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.cells import CONTENDERS, LOCKSTEP
+from benchmarks.cells import CONTENDERS, LOCKSTEP, Contender, Settings
 from benchmarks.rounds import CellResult, Spread, Standing
 from benchmarks.targets import Verdict
-from benchmarks.tasks import TASKS
+from benchmarks.tasks import TASKS, describe_task
 
 # The limits first, then ClusterEnv, then the peers from fast to slow; playing order serves another purpose.
 READING_ORDER = (
     "bare",
     LOCKSTEP,
     "clusterenv-shm",
+    "clusterenv-exchange",
     "clusterenv-shm-views",
     "clusterenv-zmq",
     "clusterenv-0",
@@ -32,16 +33,21 @@ READING_ORDER = (
 )
 # A tenth of a core is more than an idle system's own bookkeeping, and enough to shift a ratio.
 NOTICEABLE_CORES = 0.1
-LABEL_WIDTH = max(len(contender.label) for contender in CONTENDERS.values()) + 2
+LABEL_WIDTH = 2 + max(
+    *(len(contender.label) for contender in CONTENDERS.values()), *(len(describe_task(task)) for task in TASKS)
+)
 LEGEND = (
     "Each entry: environment steps per second (median over the rounds), then the ratio to the lockstep limit of the "
-    "same round (median over the rounds); ± is half the interquartile range. In the scaling block the ratio is to the "
-    "same contender's own speed at the smallest size."
+    "same round (median over the rounds); ± is half the interquartile range. In brackets: the fastest of the settings "
+    "that were tried, where there were several. In the scaling block the ratio is to the same contender's own speed at "
+    "the smallest size."
 )
 METHOD = (
-    "Actions are precomputed and random. Every contender has its own processes, plays short rounds in changing order, "
-    "and is frozen while another plays. Peers hand out views of their buffers (copy=False) where they can; ClusterEnv "
-    "is as users get it (copy=True) unless it says otherwise. A reset in the place of a step counts as a step."
+    "ClusterEnv has two workers and the limits have two processes unless an entry says otherwise. The lockstep limit's "
+    "processes meet after every step, in a pair or at a parent, whichever is faster. Actions are "
+    "precomputed and random. Every contender has its own processes, plays short rounds in changing order, and is "
+    "frozen while another plays. Peers hand out views of their buffers (copy=False) where they can; ClusterEnv is as "
+    "users get it (copy=True) unless it says otherwise. A reset in the place of a step counts as a step."
 )
 
 
@@ -124,11 +130,11 @@ class Report:
                 yield result, standing
 
     def _blocks(self) -> Iterator[Block]:
-        for task, env_id in TASKS.items():
+        for task in TASKS:
             results = [result for result in self.results if result.cell.task == task and not result.cell.is_scaling]
             if results:
                 sizes = [result.cell.base.num_envs for result in results]
-                yield Block(env_id, [f"{size} envs" for size in sizes], list(task_rows(results)))
+                yield Block(describe_task(task), [f"{size} envs" for size in sizes], list(task_rows(results)))
         for result in self.results:
             if result.cell.is_scaling:
                 sizes = sorted({standing.entry.num_envs for standing in result.standings})
@@ -145,20 +151,12 @@ class Report:
                 f"{NOTICEABLE_CORES:g} or more in {share:.0%} of them"
             )
         for name in READING_ORDER:
-            found = [(result, each) for result, each in self._standings() if each.entry.contender.name == name]
-            label = CONTENDERS[name].label
-            if len(CONTENDERS[name].settings) > 1:
-                chosen = [
-                    f"{result.cell.name}{f' ({each.entry.num_envs})' if result.cell.is_scaling else ''}: "
-                    + ", ".join(f"{key}={value}" for key, value in each.settings.items() if key != "backend")
-                    for result, each in found
-                    if not each.problem
-                ]
-                if chosen:
-                    yield f"{label}: the fastest settings were " + "; ".join(chosen)
-            problems = {each.problem: result.cell.name for result, each in found if each.problem}
-            for problem, cell in problems.items():
-                yield f"{label} ({cell}): {scrub(problem)}"
+            problems: dict[str, list[str]] = {}
+            for result, each in self._standings():
+                if each.problem and each.entry.contender.name == name:
+                    problems.setdefault(each.problem, []).append(result.cell.name)
+            for problem, cells in problems.items():
+                yield f"{CONTENDERS[name].label} ({'; '.join(cells)}): {scrub(problem)}"
         idle = [
             f"{CONTENDERS[each.entry.contender.name].label} {each.idle_cores:.2f}"
             for _, each in self._standings()
@@ -170,7 +168,7 @@ class Report:
 
 SUMMARY_FIELDS = (
     *("cell", "task", "num_envs", "contender", "settings", "rounds", "env_steps_per_s", "q1", "q3"),
-    *("ratio_to_base", "ratio_q1", "ratio_q3", "idle_cores", "problem"),
+    *("ratio_to_base", "ratio_q1", "ratio_q3", "idle_cores", "problem", "label", "chosen"),
 )
 
 
@@ -181,16 +179,18 @@ def name_standing(result: CellResult, standing: Standing) -> tuple[str, str, int
 
 def summary_row(result: CellResult, standing: Standing) -> tuple[object, ...]:
     """List one entry's numbers, in the order of `SUMMARY_FIELDS`."""
+    contender = standing.entry.contender
     settings = " ".join(f"{key}={value}" for key, value in standing.settings.items())
     head = (*name_standing(result, standing), settings)
     if standing.problem:
-        return (*head, len(standing.rates), "", "", "", "", "", "", "", scrub(standing.problem))
+        return (*head, len(standing.rates), "", "", "", "", "", "", "", scrub(standing.problem), contender.label, "")
     rate = standing.summarize()
     ratio = standing.compare(result.base)
     ratios = ("", "", "") if ratio is None else tuple(f"{x:.4f}" for x in (ratio.median, ratio.low, ratio.high))
     rates = tuple(f"{x:.1f}" for x in (rate.median, rate.low, rate.high))
     idle = "" if standing.idle_cores is None else f"{standing.idle_cores:.3f}"
-    return (*head, len(standing.rates), *rates, *ratios, idle, "")
+    chosen = describe_choice(contender, result.cell.task, standing.settings)
+    return (*head, len(standing.rates), *rates, *ratios, idle, "", contender.label, chosen)
 
 
 def task_rows(results: Sequence[CellResult]) -> Iterator[tuple[str, list[str]]]:
@@ -198,7 +198,7 @@ def task_rows(results: Sequence[CellResult]) -> Iterator[tuple[str, list[str]]]:
     for name in READING_ORDER:
         standings = [(result, result.find(name, result.cell.base.num_envs)) for result in results]
         if any(standing is not None for _, standing in standings):
-            yield CONTENDERS[name].label, [describe(standing, result.base) for result, standing in standings]
+            yield CONTENDERS[name].label, [describe_with_choice(result, standing) for result, standing in standings]
 
 
 def scaling_rows(result: CellResult, sizes: Sequence[int]) -> Iterator[tuple[str, list[str]]]:
@@ -218,6 +218,32 @@ def describe(standing: Standing | None, base: Standing) -> str:
     rate, ratio = standing.summarize(), standing.compare(base)
     text = f"{shorten(rate.median)} ±{half_range(rate) / rate.median:.0%}"
     return text if ratio is None else f"{text}  {describe_ratio(ratio)}"
+
+
+def describe_with_choice(result: CellResult, standing: Standing | None) -> str:
+    """Put one entry of the table into words, with the settings that were found fastest."""
+    text = describe(standing, result.base)
+    if standing is None or standing.problem:
+        return text
+    chosen = describe_choice(standing.entry.contender, result.cell.task, standing.settings)
+    return f"{text}  [{chosen}]" if chosen else text
+
+
+def describe_choice(contender: Contender, task: str, settings: Settings) -> str:
+    """Put settings into words, as far as others were tried; nothing where there was no choice."""
+    tried = contender.list_settings(task)
+    words = []
+    for key, value in settings.items():
+        if all(other.get(key) == value for other in tried):
+            continue
+        if key.startswith("num_"):
+            noun = key.removeprefix("num_")
+            words.append(f"{value} {noun.removesuffix('s') if value == 1 else noun}")
+        elif value is True:
+            words.append(key.replace("_", " "))
+        else:
+            words.append(str(value))
+    return ", ".join(words)
 
 
 def describe_ratio(ratio: Spread) -> str:

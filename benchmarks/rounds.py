@@ -1,8 +1,10 @@
-"""Measuring a cell: everybody is set up once, then plays many short rounds, one at a time."""
+"""Measuring a cell: everybody is set up once, then all play many short rounds, one at a time."""
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +15,11 @@ from benchmarks.cells import Cell, Entry, Settings
 
 Player = tuple["Standing", RunningContender]
 
-# Rounds that choose among a contender's settings, before the rounds that count.
-TRIALS = 5
+# Starting a contender, two at a time, and ending it, roughly; only used to say how long a run will take.
+SET_UP_S = 1.0
+# PufferLib's workers, for one, spin for half a second before they turn to sleeping.
+IDLE_SETTLE_S = 0.8
+IDLE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +30,32 @@ class Schedule:
         rounds: How many rounds count.
         seconds: How long one contender runs in one round.
         warmup_s: How long it runs before that, unmeasured, to thaw its caches.
+        trials: Rounds that choose among a contender's settings, before the rounds that count. With none, the first of
+            its settings is taken, which usually is the fastest.
+        measures_idle: Whether to measure, once a contender, what it burns when it has nothing to do.
     """
 
     rounds: int
     seconds: float
     warmup_s: float
+    trials: int = 5
+    measures_idle: bool = True
+
+    def list_settings(self, entry: Entry, task: str) -> Sequence[Settings]:
+        """List the settings that an entry is set up with."""
+        settings = entry.contender.list_settings(task)
+        return settings if self.trials else settings[:1]
+
+    def expect_s(self, cell: Cell) -> float:
+        """Say how long a cell will take, roughly."""
+        turn_s = self.seconds + self.warmup_s
+        expected_s = 0.0
+        for entry in cell.entries:
+            choices = len(self.list_settings(entry, cell.task))
+            expected_s += choices * SET_UP_S + self.rounds * turn_s
+            if choices > 1:
+                expected_s += choices * self.trials * turn_s
+        return expected_s
 
 
 @dataclass(frozen=True)
@@ -106,15 +132,13 @@ def measure_cell(
     standings = [Standing(entry=entry) for entry in cell.entries]
     with contextlib.ExitStack() as stack:
         players: list[Player] = []
-        for standing in standings:
+        for standing, candidates in zip(standings, set_up(cell, schedule, cache, stack, say), strict=True):
             name = standing.entry.contender.name
-            say(f"setting up {name}")
+            say(f"trying {name}")
             try:
-                player = set_up_fastest(standing.entry, cell.task, schedule, cache)
-                stack.callback(player.close)
-                if name not in idle_known:
-                    # PufferLib's workers, for one, spin for half a second before they turn to sleeping.
-                    standing.idle_cores = player.measure_idle_cpu(settle_s=0.8, seconds=1.0)
+                player = choose_fastest(candidates, schedule)
+                if schedule.measures_idle and name not in idle_known:
+                    standing.idle_cores = player.measure_idle_cpu(IDLE_SETTLE_S, IDLE_S)
                     idle_known.add(name)
             except ContenderFailed as error:
                 standing.problem = str(error)
@@ -126,6 +150,35 @@ def measure_cell(
             for standing, player in order_of_play(players, number):
                 play(standing, player, schedule)
     return CellResult(cell=cell, standings=standings)
+
+
+def set_up(
+    cell: Cell, schedule: Schedule, cache: Path, stack: contextlib.ExitStack, say: Callable[[str], None]
+) -> "list[list[Future[RunningContender]]]":
+    """Start every entry with each of its settings, as many at a time as there are cores.
+
+    Nothing is measured meanwhile, so they may disturb each other. The stack will close those that could be started.
+    """
+
+    def start(entry: Entry, settings: Settings) -> RunningContender:
+        player = RunningContender(entry, cell.task, settings, cache)
+        stack.callback(player.close)
+        return player
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        started = [
+            [pool.submit(start, entry, settings) for settings in schedule.list_settings(entry, cell.task)]
+            for entry in cell.entries
+        ]
+        try:
+            for entry, candidates in zip(cell.entries, started, strict=True):
+                say(f"setting up {entry.contender.name}")
+                for candidate in candidates:
+                    candidate.exception()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return started
 
 
 def play(standing: Standing, player: RunningContender, schedule: Schedule) -> None:
@@ -149,29 +202,34 @@ def order_of_play(players: list[Player], number: int) -> Iterator[Player]:
         yield from reversed(rotated) if number % 2 else rotated
 
 
-def set_up_fastest(entry: Entry, task: str, schedule: Schedule, cache: Path) -> RunningContender:
-    """Set up a contender with the fastest of its settings, found in a few interleaved trials.
+def choose_fastest(candidates: "Sequence[Future[RunningContender]]", schedule: Schedule) -> RunningContender:
+    """Find the fastest of a contender's settings in a few interleaved trials, and close the others.
 
     Raises:
         ContenderFailed: None of the settings worked.
     """
-    players: list[RunningContender] = []
-    problem: ContenderFailed | None = None
-    try:
-        for settings in entry.contender.settings:
+    problem = ContenderFailed("failed: it has no settings")
+    rates: dict[RunningContender, list[float]] = {}
+    for candidate in candidates:
+        try:
+            rates[candidate.result()] = []
+        except ContenderFailed as error:
+            problem = error
+    players = list(rates)
+    for _ in range(schedule.trials if len(players) > 1 else 0):
+        for player in list(rates):
             try:
-                players.append(RunningContender(entry, task, settings, cache))
+                rates[player].append(player.run(schedule.seconds, schedule.warmup_s).rate)
             except ContenderFailed as error:
                 problem = error
-        if not players:
-            raise problem or ContenderFailed("failed: it has no settings")
-        if len(players) == 1:
-            return players.pop()
-        rates = [[player.run(schedule.seconds, schedule.warmup_s).rate for player in players] for _ in range(TRIALS)]
-        return players.pop(int(np.median(rates, axis=0).argmax()))
-    finally:
-        for player in players:
+                del rates[player]
+    if not rates:
+        raise problem
+    fastest = max(rates, key=lambda player: float(np.median(rates[player] or [0.0])))
+    for player in players:
+        if player is not fastest:
             player.close()
+    return fastest
 
 
 def spread(values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> Spread:

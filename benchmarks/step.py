@@ -14,14 +14,15 @@ from pathlib import Path
 
 from benchmarks import machine, peers
 from benchmarks.arena import ROOT
-from benchmarks.cells import CONTENDERS, Cell, plan_cells
+from benchmarks.cells import CONTENDERS, SCALING, Cell, plan_cells
+from benchmarks.forecast import Forecast
 from benchmarks.report import Report
 from benchmarks.rounds import CellResult, Schedule, measure_cell
 from benchmarks.targets import judge
 from benchmarks.tasks import TASKS, make_env
 
-FULL = Schedule(rounds=15, seconds=0.4, warmup_s=0.1)
-QUICK = Schedule(rounds=5, seconds=0.2, warmup_s=0.05)
+FULL = Schedule(rounds=9, seconds=0.4, warmup_s=0.1, trials=3)
+QUICK = Schedule(rounds=3, seconds=0.2, warmup_s=0.05, trials=0, measures_idle=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # A terminated run must still thaw and end its contenders: let it unwind as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    cells = plan_cells(arguments.tasks, arguments.envs, arguments.only, scaling=arguments.scaling)
+    cells = plan_cells(
+        arguments.tasks, arguments.envs, arguments.only, scaling=arguments.scaling, is_quick=arguments.quick
+    )
     for task in {cell.task for cell in cells}:
         make_env(task).close()  # Fails here, with Gymnasium's own advice, rather than in every contender.
     cache: Path = arguments.cache.resolve()
@@ -64,9 +67,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; adds `schedule` and `scaling` to what it says."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "--quick", action="store_true", help="fewer and shorter rounds, for a first look in about five minutes"
+        "--quick", action="store_true", help="few short rounds and one size a task, for a first look in a few minutes"
     )
-    parser.add_argument("--tasks", nargs="+", choices=[*TASKS, "scaling"], help="only these tasks (default: all)")
+    parser.add_argument("--tasks", nargs="+", choices=[*TASKS, SCALING], help="only these tasks (default: all)")
     parser.add_argument(
         "--envs", nargs="+", type=int, metavar="N", help="these numbers of environments, for every task"
     )
@@ -83,9 +86,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         rounds=arguments.rounds or preset.rounds,
         seconds=arguments.seconds or preset.seconds,
         warmup_s=preset.warmup_s,
+        trials=preset.trials,
+        measures_idle=preset.measures_idle,
     )
     is_whole = arguments.tasks is None and arguments.envs is None and arguments.only is None
-    arguments.scaling = is_whole or "scaling" in (arguments.tasks or ())
+    arguments.scaling = (is_whole and not arguments.quick) or SCALING in (arguments.tasks or ())
     arguments.is_whole = is_whole
     arguments.tasks = arguments.tasks or list(TASKS)
     return arguments
@@ -100,7 +105,8 @@ def name_results(arguments: argparse.Namespace) -> str:
     """Name the result files, so that a partial or hasty run never replaces the results of a whole one."""
     if not arguments.is_whole:
         return "step-partial"
-    return "step-quick" if arguments.quick else "step"
+    is_hasty = arguments.quick or arguments.schedule.rounds < FULL.rounds or arguments.schedule.seconds < FULL.seconds
+    return "step-quick" if is_hasty else "step"
 
 
 def prepare_cache(cache: Path, cells: Sequence[Cell], progress: "Progress") -> None:
@@ -119,14 +125,17 @@ def measure(
     total_before, stolen_before = machine.read_cpu_times()
     idle_known: set[str] = set()
     results: list[CellResult] = []
+    forecast = Forecast([schedule.expect_s(cell) for cell in cells])
     began = time.monotonic()
     for number, cell in enumerate(cells, start=1):
 
         def say(what: str, number: int = number, cell: Cell = cell) -> None:
-            minutes = (time.monotonic() - began) / 60
-            progress.update(f"[{number}/{len(cells)}, {minutes:.1f} min] {cell.name}: {what}")
+            elapsed_s = time.monotonic() - began
+            left = f"{elapsed_s / 60:.1f} min, about {forecast.remaining_s(elapsed_s) / 60:.1f} left"
+            progress.update(f"[{number}/{len(cells)}, {left}] {cell.name}: {what}")
 
         results.append(measure_cell(cell, schedule, cache, idle_known, say))
+        forecast.finish_part(time.monotonic() - began)
     total, stolen = machine.read_cpu_times()
     return results, (stolen - stolen_before) / max(1, total - total_before)
 

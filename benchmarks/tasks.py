@@ -1,8 +1,7 @@
 """The environments the benchmark steps, and the actions it steps them with.
 
-Two are Gymnasium's own. The other two are synthetic and small, because they are there for the shape of their
-observations (a Dict, and a stack of images) and not for their dynamics. All come out of `gym.make`, so that every
-contender steps the same stack of wrappers.
+Four are real: CartPole, LunarLander, Breakout on its emulator and HalfCheetah on MuJoCo. The others are synthetic. All
+come out of `make_env`, so that every contender steps the same stack of wrappers.
 """
 
 from collections.abc import Mapping
@@ -10,14 +9,47 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete
+from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 TASKS: Mapping[str, str] = {
     "cartpole": "CartPole-v1",
     "lunarlander": "LunarLander-v3",
+    "atari": "ALE/Breakout-v5",
+    "mujoco": "HalfCheetah-v5",
     "dict": "BenchDict-v0",
     "image": "BenchImage-v0",
+    "wait": "BenchWait-v0",
+    "work": "BenchWork-v0",
+    "random": "BenchRandom-v0",
+}
+
+# What a reader should know about a task whose name does not say it.
+REMARKS: Mapping[str, str] = {
+    "atari": "84 x 84 x 4 images",
+    "mujoco": "continuous actions",
+    "dict": "Dict observations",
+    "image": "84 x 84 x 4 images at no cost",
+    "wait": "a step waits 1 ms",
+    "work": "a step works 1 ms",
+    "random": "a step works 1 ms on average",
+}
+
+SYNTHETIC: Mapping[str, str] = {
+    "BenchDict-v0": "DictTask",
+    "BenchImage-v0": "ImageTask",
+    "BenchWait-v0": "WaitTask",
+    "BenchWork-v0": "WorkTask",
+    "BenchRandom-v0": "RandomTask",
+}
+
+# EnvPool steps only environments of its own, in C++: their names and settings. Breakout is as `make_atari` makes it;
+# EnvPool's frames are small, grey and four at a time by themselves.
+IN_ENVPOOL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "cartpole": ("CartPole-v1", {}),
+    "lunarlander": ("LunarLander-v3", {}),
+    "atari": ("Breakout-v5", {"frame_skip": 4, "repeat_action_probability": 0.25, "use_fire_reset": False}),
+    "mujoco": ("HalfCheetah-v5", {}),
 }
 
 # Enough distinct rows that no contender profits from a repeated one, few enough to stay in the cache.
@@ -26,74 +58,36 @@ ACTION_ROWS = 128
 
 def make_env(task: str) -> gym.Env[Any, Any]:
     """Make one environment of a task, a key of `TASKS`; safe to call in any process."""
+    if task == "atari":
+        return make_atari(TASKS[task])
     env_id = TASKS[task]
-    if env_id not in gym.registry:
-        gym.register("BenchDict-v0", entry_point="benchmarks.tasks:DictTask", max_episode_steps=100)
-        gym.register("BenchImage-v0", entry_point="benchmarks.tasks:ImageTask", max_episode_steps=100)
+    if env_id in SYNTHETIC and env_id not in gym.registry:
+        gym.register(env_id, entry_point=f"benchmarks.synthetic:{SYNTHETIC[env_id]}", max_episode_steps=100)
     return gym.make(env_id)
 
 
-def precompute_actions(task: str, num_envs: int) -> NDArray[np.int64]:
-    """Draw random actions, shape `(ACTION_ROWS, num_envs)`, so that sampling them is never part of a measurement."""
+def make_atari(env_id: str) -> gym.Env[Any, Any]:
+    """Make a game as learners see it: every fourth frame, small and grey, the last four of them at a time."""
+    import ale_py
+
+    gym.register_envs(ale_py)
+    env = gym.wrappers.AtariPreprocessing(gym.make(env_id, frameskip=1), frame_skip=4)
+    return gym.wrappers.FrameStackObservation(env, stack_size=4)
+
+
+def describe_task(task: str) -> str:
+    """Name a task for a heading."""
+    return f"{TASKS[task]} ({REMARKS[task]})" if task in REMARKS else TASKS[task]
+
+
+def precompute_actions(task: str, num_envs: int) -> NDArray[Any]:
+    """Draw random actions from the task's action space, so that sampling them is never part of a measurement.
+
+    Returns:
+        `ACTION_ROWS` batches, each with one action per environment: shape `(ACTION_ROWS, num_envs, *action_shape)`.
+    """
     env = make_env(task)
-    space = env.action_space
+    actions = batch_space(env.action_space, num_envs)
     env.close()
-    assert isinstance(space, Discrete)
-    return np.random.default_rng(0).integers(0, int(space.n), (ACTION_ROWS, num_envs))
-
-
-class DictTask(gym.Env[dict[str, Any], np.int64]):
-    """A Dict observation of an image, a vector and a category, at about 20 us a step."""
-
-    observation_space = Dict(
-        camera=Box(0, 255, (16, 16, 3), np.uint8),
-        joints=Box(-np.inf, np.inf, (8,), np.float32),
-        mode=Discrete(5),
-    )
-    action_space = Discrete(4)
-
-    def __init__(self) -> None:
-        self._joints: NDArray[np.float32] = np.zeros(8, np.float32)
-        self._mode = 0
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start from rest."""
-        super().reset(seed=seed)
-        self._joints = np.zeros(8, np.float32)
-        return self._observe(), {}
-
-    def step(self, action: np.int64) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Walk the joints at random; the episode ends with the time limit only."""
-        self._mode = (self._mode + int(action)) % 5
-        self._joints = self._joints + self.np_random.standard_normal(8, dtype=np.float32)
-        return self._observe(), float(np.abs(self._joints).mean()), False, False, {}
-
-    def _observe(self) -> dict[str, Any]:
-        camera = self.np_random.integers(0, 256, (16, 16, 3), dtype=np.uint8)
-        return {"camera": camera, "joints": self._joints, "mode": np.int64(self._mode)}
-
-
-class ImageTask(gym.Env[NDArray[np.uint8], np.int64]):
-    """Frames of 84 x 84 x 4 bytes out of a small bank: next to free, so that moving the 28 kB is what is measured."""
-
-    observation_space = Box(0, 255, (84, 84, 4), np.uint8)
-    action_space = Discrete(6)
-
-    def __init__(self) -> None:
-        self._bank = np.random.default_rng(0).integers(0, 256, (8, 84, 84, 4), dtype=np.uint8)
-        self._frame = 0
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[NDArray[np.uint8], dict[str, Any]]:
-        """Start at the first frame."""
-        super().reset(seed=seed)
-        self._frame = 0
-        return self._bank[0], {}
-
-    def step(self, action: np.int64) -> tuple[NDArray[np.uint8], float, bool, bool, dict[str, Any]]:
-        """Show the next frame; the episode ends with the time limit only."""
-        self._frame = (self._frame + 1 + int(action)) % len(self._bank)
-        return self._bank[self._frame], 1.0, False, False, {}
+    actions.seed(0)
+    return np.stack([actions.sample() for _ in range(ACTION_ROWS)])
