@@ -1,4 +1,4 @@
-"""The benchmarks against peers, as far as they can be tried without measuring: tasks, plans, a short run."""
+"""The benchmarks against peers, as far as they can be tried without measuring: tasks, plans, charts, a short run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks import step
 from benchmarks.builders import BUILDERS
 from benchmarks.cells import CONTENDERS, SIZES, plan_cells
 from benchmarks.forecast import Forecast
-from benchmarks.report import READING_ORDER
+from benchmarks.report import READING_ORDER, SUMMARY_FIELDS
 from benchmarks.synthetic import exponential_quantiles
 from benchmarks.tasks import TASKS, make_env, precompute_actions
 
@@ -106,6 +106,27 @@ def test_a_short_run_writes_who_competed_how_fast_and_who_could_not_with_the_rea
     assert "left]" in said
 
 
+def test_a_chart_shows_each_task_once_with_all_who_competed_and_who_could_not(tmp_path: Path) -> None:
+    path = tmp_path / "step.csv"
+    write_summary(
+        path,
+        *(row("cartpole", envs, "lockstep limit", 1.0) for envs in (16, 64, 256)),
+        row("cartpole", 16, "Gymnasium, small", 0.4),
+        row("cartpole", 64, "Gymnasium", 0.5),
+        row("cartpole", 64, "ClusterEnv, shm", 0.97, chosen="16 workers"),
+        row("wait", 16, "lockstep limit", 1.0),
+        row("wait", 16, "EnvPool", None, problem="not possible: it has none"),
+    )
+    run("benchmarks.charts", str(path))
+    text = path.with_suffix(".svg").read_text()
+    for shown in ("CartPole-v1, 64 environments", "Gymnasium", "ClusterEnv, shm", "0.97  16 workers", "not possible"):
+        assert f">{shown}</text>" in text
+    for hidden in ("CartPole-v1, 16 environments", "Gymnasium, small"):
+        assert f">{hidden}</text>" not in text
+    run("benchmarks.charts", str(path))
+    assert path.with_suffix(".svg").read_text() == text, "The same numbers must give the same picture."
+
+
 def run(module: str, *arguments: str) -> str:
     """Run a program of the benchmarks to its end; returns what it said."""
     done = subprocess.run(
@@ -118,3 +139,21 @@ def run(module: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def row(
+    task: str, num_envs: int, label: str, ratio: float | None, *, chosen: str = "", problem: str = ""
+) -> dict[str, object]:
+    ratios = {} if ratio is None else {"ratio_to_base": ratio, "ratio_q1": 0.9 * ratio, "ratio_q3": 1.1 * ratio}
+    return {"cell": f"{task} {num_envs}", "task": task, "num_envs": num_envs, "contender": label, "label": label} | {
+        **ratios,
+        "chosen": chosen,
+        "problem": problem,
+    }
+
+
+def write_summary(path: Path, *rows: dict[str, object]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, SUMMARY_FIELDS)
+        writer.writeheader()
+        writer.writerows(rows)
