@@ -32,7 +32,7 @@ fuzz: $(VENV)/.dev  ## Feed nonsense to the codecs for a while (SECONDS=60)
 	$(BIN)/python scripts/fuzz $(or $(SECONDS),60)
 
 bench: $(VENV)/.dev  ## Install peers, and measure them beside ClusterEnv (BENCH_ARGS=--quick for five minutes)
-	$(BIN)/python -m benchmarks.step $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 guard: $(VENV)/.dev  ## Check that nothing has become a third slower, in half a minute
 	$(BIN)/python -m benchmarks.guard
