@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.bare import BareLoops, PairLockstep, ParentLockstep
-from benchmarks.rollers import build_bare_rollout, build_rollout
+from benchmarks.rollers import ROLLERS
 from benchmarks.tasks import TASKS, make_env, precompute_actions
 
 
@@ -177,8 +177,7 @@ BUILDERS: Mapping[str, Callable[..., Stepper]] = {
     "clusterenv": build_clusterenv,
     "envpool": build_envpool,
     "clusterenv-envpool": build_clusterenv_envpool,
-    "bare-rollout": build_bare_rollout,
-    "clusterenv-rollout": build_rollout,
+    **ROLLERS,
 }
 
 

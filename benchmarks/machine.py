@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.peers import site_packages
+from benchmarks.peers import PEERS, site_packages
 
 PACKAGES = ("clusterenv", "gymnasium", "numpy", "envpool")
 
@@ -53,5 +53,10 @@ def list_versions(path: Path | None, names: Sequence[str]) -> list[str]:
 
 def peer_versions(cache: Path) -> list[str]:
     """List the versions of the peers with interpreters of their own."""
-    venv = cache / "venvs" / "sb3"
-    return list_versions(site_packages(venv), ["stable_baselines3"]) if (venv / "lib").exists() else []
+    venvs = {name: cache / "venvs" / name for name in PEERS}
+    found = [
+        " with ".join(list_versions(site_packages(venv), PEERS[name].packages))
+        for name, venv in venvs.items()
+        if (venv / "lib").exists()
+    ]
+    return [versions for versions in found if versions]

@@ -30,10 +30,12 @@ class Peer:
     Args:
         install: Puts it into the virtual environment at the given path.
         check: An import that works when, and only when, it is usable.
+        packages: The names of the packages whose versions a reader wants to know.
     """
 
     install: Callable[[Path], None]
     check: str
+    packages: Sequence[str]
 
 
 def find_python(name: str, cache: Path) -> Path:
@@ -94,8 +96,14 @@ def install_pufferlib(venv: Path) -> None:
 
 
 PEERS: Mapping[str, Peer] = {
-    "sb3": Peer(install=install_sb3, check="from stable_baselines3.common.vec_env import SubprocVecEnv"),
-    "pufferlib": Peer(install=install_pufferlib, check="import pufferlib.vector, pufferlib.emulation"),
+    "sb3": Peer(
+        install=install_sb3,
+        check="from stable_baselines3.common.vec_env import SubprocVecEnv",
+        packages=("stable_baselines3",),
+    ),
+    "pufferlib": Peer(
+        install=install_pufferlib, check="import pufferlib.vector, pufferlib.emulation", packages=("pufferlib",)
+    ),
 }
 
 
