@@ -17,6 +17,7 @@ from pathlib import Path
 
 INSTALL_TIMEOUT_S = 1200.0
 PUFFERLIB = "pufferlib==3.0.0"
+RLLIB = "ray[rllib]==2.60.0"
 
 
 class PeerUnavailable(Exception):
@@ -95,6 +96,11 @@ def install_pufferlib(venv: Path) -> None:
     shutil.rmtree(venv / "source")
 
 
+def install_rllib(venv: Path) -> None:
+    """Install RLlib with what it needs, and that is another Gymnasium: the one it pins hides the benchmark's own."""
+    pip(venv, "install", RLLIB)
+
+
 PEERS: Mapping[str, Peer] = {
     "sb3": Peer(
         install=install_sb3,
@@ -104,6 +110,7 @@ PEERS: Mapping[str, Peer] = {
     "pufferlib": Peer(
         install=install_pufferlib, check="import pufferlib.vector, pufferlib.emulation", packages=("pufferlib",)
     ),
+    "rllib": Peer(install=install_rllib, check="import ray.rllib.algorithms.ppo", packages=("ray", "gymnasium")),
 }
 
 

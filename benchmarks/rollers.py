@@ -14,6 +14,7 @@ from benchmarks.rollers_central import (
     build_central_sync,
 )
 from benchmarks.rollers_clusterenv import build_envpool_rollout, build_rollout, build_stream
+from benchmarks.rollers_rllib import build_rllib
 
 
 class BareRollouts:
@@ -44,4 +45,5 @@ ROLLERS: Mapping[str, Callable[..., Roller | BareRollouts]] = {
     "central-sb3": build_central_sb3,
     "central-puffer": build_central_puffer,
     "central-envpool": build_central_envpool,
+    "rllib": build_rllib,
 }

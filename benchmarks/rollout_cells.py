@@ -17,8 +17,8 @@ HEAD_AT_MOST = 0.10  # Of one core.
 
 # How many times as fast as others, with weights that change as theirs may.
 OF_OTHERS: Mapping[str, Mapping[str, float]] = {
-    "cartpole": {},
-    "lunarlander": {},
+    "cartpole": {"rllib": 5.0},
+    "lunarlander": {"rllib": 2.8},
 }
 
 # The limit first, then ClusterEnv, then the policy in the main process, then the frameworks.
@@ -32,6 +32,7 @@ READING_ORDER = (
     "central-sb3",
     "central-envpool",
     "envpool-rollout",
+    "rllib",
 )
 
 
@@ -105,6 +106,7 @@ def list_contenders(task: str, cache: Path, *, is_quick: bool) -> Iterator[Conte
         {"num_workers": 2, "num_threads": 1},
         {"num_workers": 2, "num_threads": 2},
     )
+    yield contend("rllib", "RLlib EnvRunners", "rllib", {"in_flight": 2}, {"in_flight": 0}, peer="rllib")
 
 
 def list_targets(task: str) -> Iterator[Target]:
