@@ -17,6 +17,7 @@ from pathlib import Path
 
 INSTALL_TIMEOUT_S = 1200.0
 PUFFERLIB = "pufferlib==3.0.0"
+TORCHRL = "torchrl==0.14.1"
 RLLIB = "ray[rllib]==2.60.0"
 
 
@@ -96,6 +97,11 @@ def install_pufferlib(venv: Path) -> None:
     shutil.rmtree(venv / "source")
 
 
+def install_torchrl(venv: Path) -> None:
+    """Install TorchRL with what it needs beside torch."""
+    pip(venv, "install", TORCHRL)
+
+
 def install_rllib(venv: Path) -> None:
     """Install RLlib with what it needs, and that is another Gymnasium: the one it pins hides the benchmark's own."""
     pip(venv, "install", RLLIB)
@@ -109,6 +115,9 @@ PEERS: Mapping[str, Peer] = {
     ),
     "pufferlib": Peer(
         install=install_pufferlib, check="import pufferlib.vector, pufferlib.emulation", packages=("pufferlib",)
+    ),
+    "torchrl": Peer(
+        install=install_torchrl, check="import torchrl.collectors, torchrl.envs", packages=("torchrl", "tensordict")
     ),
     "rllib": Peer(install=install_rllib, check="import ray.rllib.algorithms.ppo", packages=("ray", "gymnasium")),
 }

@@ -15,6 +15,7 @@ from benchmarks.rollers_central import (
 )
 from benchmarks.rollers_clusterenv import build_envpool_rollout, build_rollout, build_stream
 from benchmarks.rollers_rllib import build_rllib
+from benchmarks.rollers_torchrl import build_torchrl
 
 
 class BareRollouts:
@@ -45,5 +46,6 @@ ROLLERS: Mapping[str, Callable[..., Roller | BareRollouts]] = {
     "central-sb3": build_central_sb3,
     "central-puffer": build_central_puffer,
     "central-envpool": build_central_envpool,
+    "torchrl": build_torchrl,
     "rllib": build_rllib,
 }

@@ -17,8 +17,8 @@ HEAD_AT_MOST = 0.10  # Of one core.
 
 # How many times as fast as others, with weights that change as theirs may.
 OF_OTHERS: Mapping[str, Mapping[str, float]] = {
-    "cartpole": {"rllib": 5.0},
-    "lunarlander": {"rllib": 2.8},
+    "cartpole": {"rllib": 5.0, "torchrl": 12.0, "torchrl-vector": 12.0},
+    "lunarlander": {"rllib": 2.8, "torchrl": 5.0, "torchrl-vector": 5.0},
 }
 
 # The limit first, then ClusterEnv, then the policy in the main process, then the frameworks.
@@ -33,6 +33,8 @@ READING_ORDER = (
     "central-envpool",
     "envpool-rollout",
     "rllib",
+    "torchrl",
+    "torchrl-vector",
 )
 
 
@@ -107,6 +109,24 @@ def list_contenders(task: str, cache: Path, *, is_quick: bool) -> Iterator[Conte
         {"num_workers": 2, "num_threads": 2},
     )
     yield contend("rllib", "RLlib EnvRunners", "rllib", {"in_flight": 2}, {"in_flight": 0}, peer="rllib")
+    yield contend(
+        "torchrl",
+        "TorchRL collectors, its own environments",
+        "torchrl",
+        {"collector": "sync", "envs": "serial"},
+        {"collector": "async", "envs": "serial"},
+        {"collector": "parallel", "envs": "serial"},
+        peer="torchrl",
+    )
+    yield contend(
+        "torchrl-vector",
+        "TorchRL collectors, SyncVectorEnv",
+        "torchrl",
+        {"collector": "sync", "envs": "vector"},
+        {"collector": "async", "envs": "vector"},
+        {"collector": "one", "envs": "vector"},
+        peer="torchrl",
+    )
 
 
 def list_targets(task: str) -> Iterator[Target]:
