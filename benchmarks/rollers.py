@@ -35,6 +35,14 @@ class BareRollouts:
         self._pair.close()
 
 
+def build_json_push(task: str, num_envs: int) -> Roller:
+    """Build two workers that get all weights as JSON for every step."""
+    from benchmarks.json_push import JsonPush
+
+    push = JsonPush(task, num_envs, NUM_STEPS)
+    return Roller(push.step, push.close)
+
+
 ROLLERS: Mapping[str, Callable[..., Roller | BareRollouts]] = {
     "bare-rollout": BareRollouts,
     "clusterenv-rollout": build_rollout,
@@ -48,4 +56,5 @@ ROLLERS: Mapping[str, Callable[..., Roller | BareRollouts]] = {
     "central-envpool": build_central_envpool,
     "torchrl": build_torchrl,
     "rllib": build_rllib,
+    "json-push": build_json_push,
 }

@@ -17,8 +17,8 @@ HEAD_AT_MOST = 0.10  # Of one core.
 
 # How many times as fast as others, with weights that change as theirs may.
 OF_OTHERS: Mapping[str, Mapping[str, float]] = {
-    "cartpole": {"rllib": 5.0, "torchrl": 12.0, "torchrl-vector": 12.0},
-    "lunarlander": {"rllib": 2.8, "torchrl": 5.0, "torchrl-vector": 5.0},
+    "cartpole": {"rllib": 5.0, "torchrl": 12.0, "torchrl-vector": 12.0, "json-push": 30.0},
+    "lunarlander": {"rllib": 2.8, "torchrl": 5.0, "torchrl-vector": 5.0, "json-push": 15.0},
 }
 
 # The limit first, then ClusterEnv, then the policy in the main process, then the frameworks.
@@ -35,6 +35,7 @@ READING_ORDER = (
     "rllib",
     "torchrl",
     "torchrl-vector",
+    "json-push",
 )
 
 
@@ -127,6 +128,7 @@ def list_contenders(task: str, cache: Path, *, is_quick: bool) -> Iterator[Conte
         {"collector": "one", "envs": "vector"},
         peer="torchrl",
     )
+    yield contend("json-push", "all weights as JSON at every step", "json-push")
 
 
 def list_targets(task: str) -> Iterator[Target]:

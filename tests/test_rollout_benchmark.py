@@ -8,10 +8,34 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+
+from benchmarks.bare_rollout import AgentShard
+from benchmarks.json_push import COLUMNS, JsonPush
 from benchmarks.rollout_cells import READING_ORDER, ROLLOUT_TASKS, list_targets, plan_cell
 
 ROOT = Path(__file__).parent.parent
+
+
+def test_pushed_weights_step_the_environments_as_the_bare_loop_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
+    num_steps = 40  # Some CartPole of the four is finished and reset by then.
+    push = JsonPush("cartpole", num_envs=4, num_steps=num_steps)
+    try:
+        for _ in range(num_steps):
+            assert push.step() == 4
+    finally:
+        push.close()
+    shard = AgentShard("cartpole", 2, num_steps=num_steps)
+    shard.collect()
+    shard.close()
+    assert shard.dones.any()
+    for name in COLUMNS:
+        for worker in range(2):
+            np.testing.assert_array_equal(push.columns[name][:, 2 * worker : 2 * worker + 2], getattr(shard, name))
 
 
 def test_a_short_run_of_cheap_contenders_writes_its_table_and_every_round(tmp_path: Path) -> None:
