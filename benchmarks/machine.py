@@ -52,11 +52,11 @@ def list_versions(path: Path | None, names: Sequence[str]) -> list[str]:
 
 
 def peer_versions(cache: Path) -> list[str]:
-    """List the versions of the peers with interpreters of their own."""
-    venvs = {name: cache / "venvs" / name for name in PEERS}
-    found = [
-        " with ".join(list_versions(site_packages(venv), PEERS[name].packages))
-        for name, venv in venvs.items()
-        if (venv / "lib").exists()
-    ]
+    """List the versions of the peers with interpreters of their own; some of their packages may be the benchmark's."""
+    found: list[str] = []
+    for name, peer in PEERS.items():
+        venv = cache / "venvs" / name
+        if (venv / "lib").exists():
+            own = list_versions(site_packages(venv), peer.packages)
+            found += [" with ".join(own or list_versions(None, peer.packages))]
     return [versions for versions in found if versions]
