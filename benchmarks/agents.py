@@ -71,6 +71,19 @@ class CnnAgent(nn.Module):
         return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
 
 
+class Chooser(nn.Module):
+    """An agent for those who want a module whose `forward` returns actions, log-probabilities and values `[n, 1]`."""
+
+    def __init__(self, agent: MlpAgent) -> None:
+        super().__init__()
+        self.agent = agent
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Choose, as the agent does."""
+        action, logprob, _, value = self.agent.get_action_and_value(x)
+        return action, logprob, value
+
+
 Agent = MlpAgent | CnnAgent
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.bare import BareLoops, PairLockstep, ParentLockstep
-from benchmarks.rollers import build_bare_rollout, build_rollout
+from benchmarks.rollers import ROLLERS
 from benchmarks.tasks import IN_ENVPOOL, make_env, precompute_actions
 
 
@@ -253,8 +253,7 @@ BUILDERS: Mapping[str, Callable[..., Stepper]] = {
     "clusterenv-exchange": build_clusterenv_exchange,
     "envpool": build_envpool,
     "clusterenv-envpool": build_clusterenv_envpool,
-    "bare-rollout": build_bare_rollout,
-    "clusterenv-rollout": build_rollout,
+    **ROLLERS,
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import cells, rollout
+from benchmarks import cells, rollout_cells
 from benchmarks.arena import ROOT
 from benchmarks.cells import LOCKSTEP, Cell
 from benchmarks.report import describe_ratio
@@ -38,9 +38,9 @@ STEPS = (
     Bound("clusterenv-0", "sync", 0.7, usually=1.1),
 )
 ROLLOUTS = (
-    Bound("rollout-shm", rollout.BARE, 0.9, usually=1.6),
-    Bound("rollout-zmq", rollout.BARE, 0.8, usually=1.3),
-    Bound("rollout-shm-updates", rollout.BARE, 0.9, usually=1.5),
+    Bound("rollout-shm", rollout_cells.BARE, 0.9, usually=1.6),
+    Bound("rollout-zmq", rollout_cells.BARE, 0.8, usually=1.3),
+    Bound("rollout-shm-updates", rollout_cells.BARE, 0.9, usually=1.5),
 )
 
 
@@ -50,7 +50,7 @@ def main() -> int:
     progress = Progress()
     names = {name for bound in STEPS for name in (bound.name, bound.rival)}
     steps = cells.plan_cell("cartpole", NUM_ENVS, names)
-    rollouts = rollout.plan_cell("cartpole", cache)
+    rollouts = rollout_cells.plan_cell("cartpole", cache, {bound.name for bound in ROLLOUTS})
     prepare_cache(cache, [steps, rollouts], progress)
     is_well = True
     for cell, bounds in ((steps, STEPS), (rollouts, ROLLOUTS)):

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.peers import site_packages
+from benchmarks.peers import PEERS, site_packages
 
-PACKAGES = ("clusterenv", "gymnasium", "numpy", "envpool")
+PACKAGES = ("clusterenv", "gymnasium", "numpy", "torch", "box2d", "ale-py", "mujoco", "envpool")
 
 
 def describe_machine(cache: Path, load_before: float, stolen: float) -> list[str]:
@@ -52,6 +52,11 @@ def list_versions(path: Path | None, names: Sequence[str]) -> list[str]:
 
 
 def peer_versions(cache: Path) -> list[str]:
-    """List the versions of the peers with interpreters of their own."""
-    venv = cache / "venvs" / "sb3"
-    return list_versions(site_packages(venv), ["stable_baselines3"]) if (venv / "lib").exists() else []
+    """List the versions of the peers with interpreters of their own; some of their packages may be the benchmark's."""
+    found: list[str] = []
+    for name, peer in PEERS.items():
+        venv = cache / "venvs" / name
+        if (venv / "lib").exists():
+            own = list_versions(site_packages(venv), peer.packages)
+            found += [" with ".join(own or list_versions(None, peer.packages))]
+    return [versions for versions in found if versions]

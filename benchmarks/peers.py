@@ -17,6 +17,8 @@ from pathlib import Path
 
 INSTALL_TIMEOUT_S = 1200.0
 PUFFERLIB = "pufferlib==3.0.0"
+TORCHRL = "torchrl==0.14.1"
+RLLIB = "ray[rllib]==2.60.0"
 
 
 class PeerUnavailable(Exception):
@@ -30,10 +32,12 @@ class Peer:
     Args:
         install: Puts it into the virtual environment at the given path.
         check: An import that works when, and only when, it is usable.
+        packages: The names of the packages whose versions a reader wants to know.
     """
 
     install: Callable[[Path], None]
     check: str
+    packages: Sequence[str]
 
 
 def find_python(name: str, cache: Path) -> Path:
@@ -93,9 +97,29 @@ def install_pufferlib(venv: Path) -> None:
     shutil.rmtree(venv / "source")
 
 
+def install_torchrl(venv: Path) -> None:
+    """Install TorchRL with what it needs beside torch."""
+    pip(venv, "install", TORCHRL)
+
+
+def install_rllib(venv: Path) -> None:
+    """Install RLlib with what it needs, and that is another Gymnasium: the one it pins hides the benchmark's own."""
+    pip(venv, "install", RLLIB)
+
+
 PEERS: Mapping[str, Peer] = {
-    "sb3": Peer(install=install_sb3, check="from stable_baselines3.common.vec_env import SubprocVecEnv"),
-    "pufferlib": Peer(install=install_pufferlib, check="import pufferlib.vector, pufferlib.emulation"),
+    "sb3": Peer(
+        install=install_sb3,
+        check="from stable_baselines3.common.vec_env import SubprocVecEnv",
+        packages=("stable_baselines3",),
+    ),
+    "pufferlib": Peer(
+        install=install_pufferlib, check="import pufferlib.vector, pufferlib.emulation", packages=("pufferlib",)
+    ),
+    "torchrl": Peer(
+        install=install_torchrl, check="import torchrl.collectors, torchrl.envs", packages=("torchrl", "tensordict")
+    ),
+    "rllib": Peer(install=install_rllib, check="import ray.rllib.algorithms.ppo", packages=("ray", "gymnasium")),
 }
 
 

@@ -1,0 +1,152 @@
+"""Whether a streaming worker keeps its speed while the learner works: `python -m benchmarks.overlap`.
+
+One worker streams rollouts. In one half of every round the learner only takes them; in the other half it learns from
+each, for most of the time that making one takes. On two cores the worker should not notice. Prints one table and writes
+it to `benchmarks/results/overlap.md`. Run it on an otherwise idle machine.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks import machine
+from benchmarks.agents import MlpAgent
+from benchmarks.arena import ROOT
+from benchmarks.report import describe_ratio, shorten
+from benchmarks.rollers_clusterenv import factories, start
+from benchmarks.rounds import spread
+from benchmarks.tasks import TASKS
+from clusterenv import EveryUpdate
+from clusterenv.rollout import Rollout
+
+NUM_ENVS = 32
+AT_LEAST = 0.95
+# Of the time that a rollout takes to be made; taking it from the stream, which is the learner's work as well, comes on
+# top. All of it would be too much: a learner that falls behind holds the worker up, and that is not the question here.
+LEARNING_SHARE = 0.8
+# Enough that the worker never waits for the learner to take what it made.
+IN_FLIGHT = 8
+# Rollouts of about 50 ms, so that there are many of them and one more or less does not matter.
+NUM_STEPS = {"cartpole": 128, "lunarlander": 32}
+TIMED_ROLLOUTS = 5
+MINIBATCH = 256
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of half a round (default: %(default)s)")
+    parser.add_argument("--tasks", nargs="+", choices=NUM_STEPS, default=list(NUM_STEPS), help="only these tasks")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "overlap.md", help="where to write"
+    )
+    arguments = parser.parse_args(argv)
+    load = os.getloadavg()[0]
+    rows = [
+        row(task, transport, *measure(task, transport, arguments.rounds, arguments.seconds))
+        for task in arguments.tasks
+        for transport in ("shm", "zmq")
+    ]
+    lines = [
+        "# A streaming worker beside a learner that works",
+        "",
+        "Environment steps per second of one worker's stream, while the learner only takes rollouts, and while it "
+        f"learns from each for {LEARNING_SHARE:.0%} of the time that making one takes; the ratio of both in a "
+        "round. Medians over the rounds; ± is half the interquartile range. Made by `python -m benchmarks.overlap`.",
+        "",
+        f"| | idle learner | working learner | ratio | goal: {AT_LEAST:g} |",
+        "|---|---:|---:|---:|---|",
+        *rows,
+        "",
+        f"- {NUM_ENVS} environments, 64-64 torch agent, new weights with every rollout",
+        f"- {arguments.rounds} rounds of twice {arguments.seconds:g} s",
+        *(f"- {note}" for note in machine.describe_machine(ROOT / ".bench", load, 0.0)[:2]),
+        f"- load average before the run {load:.2f}",
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(text)
+    print(f"wrote {os.path.relpath(arguments.out)}")
+    return 0
+
+
+def measure(task: str, transport: str, rounds: int, seconds: float) -> tuple[list[float], list[float]]:
+    """Measure one worker's rates with an idle and with a working learner, one of each a round."""
+    envs, agent = start(factories(task, NUM_ENVS), num_workers=1, transport=transport, sync=EveryUpdate())
+    learner = Learner(agent)
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    with envs:
+        stream = envs.stream(agent, NUM_STEPS[task], in_flight=IN_FLIGHT, max_lag=math.inf)
+        for number in range(rounds):
+            # In changing order: a machine that becomes slower must not look like a learner that is in the way.
+            for is_working in (False, True) if number % 2 else (True, False):
+                learning_s = LEARNING_SHARE * time_rollout(stream) if is_working else 0.0
+                rates[is_working].append(run(stream, learner, learning_s, seconds))
+    return rates[False], rates[True]
+
+
+def time_rollout(stream: Iterator[Rollout]) -> float:
+    """Return how many seconds a rollout takes now, with an idle learner."""
+    for _ in range(IN_FLIGHT):
+        next(stream)  # What was made ahead would seem to take no time.
+    began = time.perf_counter()
+    for _ in range(TIMED_ROLLOUTS):
+        next(stream)
+    return (time.perf_counter() - began) / TIMED_ROLLOUTS
+
+
+def run(stream: Iterator[Rollout], learner: "Learner", learning_s: float, seconds: float) -> float:
+    """Take rollouts for at least so long, and learn from each; returns environment steps per second."""
+    for _ in range(IN_FLIGHT):
+        learner.learn(next(stream), learning_s)
+    env_steps = 0
+    began = now = time.perf_counter()
+    while now - began < seconds:
+        rollout = next(stream)
+        env_steps += rollout.rewards.size
+        now = time.perf_counter()
+        learner.learn(rollout, learning_s)
+    return env_steps / (now - began)
+
+
+class Learner:
+    """Takes gradient steps as PPO does, so small that the episodes stay as they are."""
+
+    def __init__(self, agent: MlpAgent) -> None:
+        self._agent = agent
+        self._optimizer = torch.optim.SGD(agent.parameters(), lr=1e-6)
+
+    def learn(self, rollout: Rollout, seconds: float) -> None:
+        """Learn from minibatches of a rollout for so long."""
+        end = time.perf_counter() + seconds
+        obs = torch.as_tensor(rollout.obs).flatten(0, 1)
+        actions, rewards = (torch.as_tensor(each).flatten() for each in (rollout.actions, rollout.rewards))
+        while time.perf_counter() < end:
+            rows = torch.randint(len(obs), (MINIBATCH,))
+            _, logprobs, entropies, values = self._agent.get_action_and_value(obs[rows], actions[rows])
+            surprise = rewards[rows] - values[:, 0]
+            loss = surprise.square().mean() - (logprobs * surprise.detach()).mean() - 0.01 * entropies.mean()
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._optimizer.step()
+
+
+def row(task: str, transport: str, idle: Sequence[float], working: Sequence[float]) -> str:
+    """Format a line of the table."""
+    ratio = spread(np.array(working) / np.array(idle))
+    word = "met" if ratio.median >= AT_LEAST else "MISSED"
+    rates = (f"{shorten(float(np.median(each)))}" for each in (idle, working))
+    return f"| {TASKS[task]}, {transport} | {' | '.join(rates)} | {describe_ratio(ratio)} | {word} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
