@@ -7,6 +7,7 @@ the rounds. Writes `benchmarks/results/anatomy.md`. Run it on an otherwise idle 
 """
 
 import argparse
+import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -109,7 +110,8 @@ def transition_times(task: str, rounds: int) -> Times:
     ):
         obs, _ = alone.reset(seed=0)
         agent = MlpAgent(obs.shape[1], int(alone.single_action_space.n))  # type: ignore[attr-defined]  # Discrete
-        policy = as_policy(agent)
+        policy = copy.deepcopy(as_policy(agent))  # As a worker has it: its own, so that its networks may be compiled.
+        policy.load(as_policy(agent).weights())
         tensor = torch.as_tensor(obs)
 
         def as_users_write_it() -> None:

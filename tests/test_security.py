@@ -135,7 +135,7 @@ def test_a_crowd_that_comes_and_goes_does_not_stop_the_heads_own_thread() -> Non
 
 def test_a_worker_that_does_not_read_cannot_hold_up_the_head() -> None:
     with contextlib.ExitStack() as stack:
-        head = HeadSocket(LOOPBACK, LOOPBACK, silence_s=0.5)
+        head = HeadSocket(LOOPBACK, LOOPBACK, silence_s=2.0)
         stack.callback(head.close)
         worker = WorkerSocket(head.ticket)
         stack.callback(worker.close)

@@ -221,7 +221,10 @@ class WorkerSocket:
         self._socket.curve_publickey = ticket.public_key.encode()
         self._socket.curve_secretkey = ticket.secret_key.encode()
         self.events = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_MONITOR_STOPPED
         )
         self._socket.connect(ticket.endpoint)
 
@@ -235,9 +238,13 @@ class WorkerSocket:
             return None
         return self._socket.recv_multipart(copy=False)
 
+    def end_events(self) -> None:
+        """Tell of the last event, which is that there are no more: whoever listens is woken."""
+        self._socket.disable_monitor()
+
     def close(self, linger_s: float = 0.0) -> None:
         """Close, giving what was sent last this long to leave."""
-        self._socket.disable_monitor()
+        self.end_events()
         self._socket.close(linger=int(linger_s * 1000))
         if self._owns_context:
             self._context.term()

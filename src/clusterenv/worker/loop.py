@@ -59,7 +59,7 @@ def run_worker(ticket: Ticket, worker_index: int, leave: Leave) -> None:
 def _serve_once(ticket: Ticket, worker_index: int, leave: Leave) -> bool:
     """Serve as long as one connection lasts; returns whether to try another."""
     socket = WorkerSocket(ticket)
-    watchdog = Watchdog(Link(socket.events, ticket), ticket.parent_pid)
+    watchdog = Watchdog(Link(socket.events, ticket), ticket.parent_pid, socket.end_events)
     worker = _Worker(watchdog, Channel(socket), worker_index, leave)
     try:
         worker.join()

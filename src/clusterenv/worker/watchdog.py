@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 
 from clusterenv.wire.link import Link
 
@@ -21,9 +22,17 @@ class Watchdog:
         head_is_gone: The loop should end in order, and has a few seconds for it.
     """
 
-    def __init__(self, link: Link, parent_pid: int | None) -> None:
+    def __init__(self, link: Link, parent_pid: int | None, wake: Callable[[], None]) -> None:
+        """Begin to watch.
+
+        Args:
+            link: The connection; from now on this thread's.
+            parent_pid: Of the head, if this worker is its child.
+            wake: Makes something happen to the link.
+        """
         self.head_is_gone = False
         self._link = link
+        self._wake = wake
         self._parent_pid = parent_pid
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
@@ -37,6 +46,7 @@ class Watchdog:
     def stop(self) -> None:
         """Stop watching."""
         self._is_done.set()
+        self._wake()
         self._thread.join()
         self._link.close()
 
