@@ -69,11 +69,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="fewer and shorter rounds, and each peer with the settings known to be fast: about three minutes",
+        help="CartPole only, fewer and shorter rounds, each peer with the settings known to be fast: two minutes",
     )
-    parser.add_argument(
-        "--tasks", nargs="+", choices=ROLLOUT_TASKS, default=ROLLOUT_TASKS, help="only these tasks (default: all)"
-    )
+    parser.add_argument("--tasks", nargs="+", choices=ROLLOUT_TASKS, help="only these tasks (default: all)")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -89,6 +87,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=ROOT / ".bench", help="where peers are installed, and logs kept")
     arguments = parser.parse_args(argv)
     preset = QUICK if arguments.quick else FULL
+    arguments.is_whole = arguments.tasks is None and arguments.only is None
+    arguments.tasks = arguments.tasks or (ROLLOUT_TASKS[:1] if arguments.quick else ROLLOUT_TASKS)
     arguments.schedule = Schedule(
         rounds=arguments.rounds or preset.rounds,
         seconds=arguments.seconds or preset.seconds,
@@ -101,7 +101,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def name_results(arguments: argparse.Namespace) -> str:
     """Name the result files, so that a partial or hasty run never replaces the results of a whole one."""
-    if tuple(arguments.tasks) != ROLLOUT_TASKS or arguments.only is not None:
+    if not arguments.is_whole:
         return "rollout-partial"
     return "rollout" if arguments.schedule == FULL else "rollout-quick"
 

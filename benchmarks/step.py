@@ -23,6 +23,7 @@ from benchmarks.tasks import TASKS, make_env
 
 FULL = Schedule(rounds=9, seconds=0.4, warmup_s=0.1, trials=3)
 QUICK = Schedule(rounds=3, seconds=0.2, warmup_s=0.05, trials=0, measures_idle=False)
+NOT_IN_QUICK = ("image", "work")  # Others show much the same.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +93,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     is_whole = arguments.tasks is None and arguments.envs is None and arguments.only is None
     arguments.scaling = (is_whole and not arguments.quick) or SCALING in (arguments.tasks or ())
     arguments.is_whole = is_whole
-    arguments.tasks = arguments.tasks or list(TASKS)
+    arguments.tasks = arguments.tasks or [task for task in TASKS if not (arguments.quick and task in NOT_IN_QUICK)]
     return arguments
 
 

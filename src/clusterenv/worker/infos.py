@@ -9,6 +9,13 @@ from numpy.typing import NDArray
 
 Infos = dict[str, Any]
 
+# Where a value has exactly its array's type there is nothing to decide. MuJoCo's environments, for one, have four or
+# more numbers in the info of every step.
+_EXACT: dict[type, np.dtype[Any]] = {
+    cls: np.dtype(cls) for cls in (float, bool, int, np.float64, np.float32, np.int64, np.int32, np.bool_)
+}
+_INT_LIMIT = 2**63
+
 
 def add_info(infos: Infos, info: Infos, row: int, num_rows: int) -> None:
     """Add one environment's info, exactly as `VectorEnv._add_info` lays it out.
@@ -19,6 +26,11 @@ def add_info(infos: Infos, info: Infos, row: int, num_rows: int) -> None:
     """
     for key, value in info.items():
         known = infos.get(key)
+        if type(known) is np.ndarray and known.dtype is _EXACT.get(type(value)) and known.ndim == 1:
+            if type(value) is not int or -_INT_LIMIT <= value < _INT_LIMIT:
+                known[row] = value
+                infos[f"_{key}"][row] = True
+                continue
         array: Any
         if key == "final_obs":
             array = _objects(num_rows) if known is None else known
