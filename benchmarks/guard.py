@@ -32,7 +32,7 @@ class Bound:
 
 
 STEPS = (
-    Bound("clusterenv-shm", LOCKSTEP, 0.6, usually=0.95),
+    Bound("clusterenv-shm", LOCKSTEP, 0.6, usually=0.9),
     Bound("clusterenv-shm", "async", 5.0, usually=16.0),
     Bound("clusterenv-zmq", LOCKSTEP, 0.2, usually=0.32),
     Bound("clusterenv-0", "sync", 0.7, usually=1.1),

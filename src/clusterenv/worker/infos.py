@@ -26,11 +26,15 @@ def add_info(infos: Infos, info: Infos, row: int, num_rows: int) -> None:
     """
     for key, value in info.items():
         known = infos.get(key)
-        if type(known) is np.ndarray and known.dtype is _EXACT.get(type(value)) and known.ndim == 1:
-            if type(value) is not int or -_INT_LIMIT <= value < _INT_LIMIT:
-                known[row] = value
-                infos[f"_{key}"][row] = True
-                continue
+        if (
+            type(known) is np.ndarray
+            and known.dtype is _EXACT.get(type(value))
+            and known.ndim == 1
+            and (type(value) is not int or -_INT_LIMIT <= value < _INT_LIMIT)
+        ):
+            known[row] = value
+            infos[f"_{key}"][row] = True
+            continue
         array: Any
         if key == "final_obs":
             array = _objects(num_rows) if known is None else known
