@@ -43,13 +43,14 @@ STYLE: Mapping[str, Any] = {
 
 WIDTH_IN = 9.0  # 900 pixels, the width of a page, at 100 an inch.
 COLUMNS = 2
-LABELS_IN = 2.15
-AXIS_IN = 2.28
+PANEL_WIDTH_IN = WIDTH_IN / COLUMNS
+MARGIN_IN = 0.07
 BAR_IN = 0.165
 HEAD_IN = 0.6
 TITLE_IN = 0.24
 PANEL_IN = 0.58  # A panel's title, axis and gap.
 LETTER_IN = 0.05  # Of the figures beside the bars.
+LABEL_LETTER_IN = 0.056
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +141,9 @@ def draw(title: str, panels: Sequence[Panel]) -> Figure:
     rows = [panels[start : start + COLUMNS] for start in range(0, len(panels), COLUMNS)]
     heights = [PANEL_IN + BAR_IN * max(len(panel.bars) for panel in row) for row in rows]
     height_in = HEAD_IN + sum(heights)
+    longest = max([len(bar.label) for panel in panels for bar in panel.bars], default=0)
+    labels_in = 2 * MARGIN_IN + longest * LABEL_LETTER_IN
+    axis_in = PANEL_WIDTH_IN - labels_in - MARGIN_IN
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_IN, height_in))
         figure.text(0.012, 1 - 0.2 / height_in, title, fontsize=12, fontweight="bold", va="center")
@@ -162,23 +166,23 @@ def draw(title: str, panels: Sequence[Panel]) -> Figure:
         top_in = height_in - HEAD_IN
         for row, row_in in zip(rows, heights, strict=True):
             for column, panel in enumerate(row):
-                left_in = WIDTH_IN * column / COLUMNS
+                left_in = PANEL_WIDTH_IN * column
                 bars_in = BAR_IN * len(panel.bars)
-                box_in = (left_in + LABELS_IN, top_in - TITLE_IN - bars_in, AXIS_IN, bars_in)
+                box_in = (left_in + labels_in, top_in - TITLE_IN - bars_in, axis_in, bars_in)
                 x, y, width, height = (
                     size / (height_in if place % 2 else WIDTH_IN) for place, size in enumerate(box_in)
                 )
                 figure.text(left_in / WIDTH_IN + 0.012, (top_in - 0.12) / height_in, panel.title, fontweight="bold")
-                draw_bars(figure.add_axes((x, y, width, height)), panel.bars)
+                draw_bars(figure.add_axes((x, y, width, height)), panel.bars, axis_in)
             top_in -= row_in
     return figure
 
 
-def draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
-    """Draw a bar a contender, its quartiles, and in figures what it shows."""
+def draw_bars(axes: Axes, bars: Sequence[Bar], width_in: float) -> None:
+    """Draw a bar a contender, its quartiles, and in figures what it shows, on axes so wide."""
     figures = ["" if bar.ratio is None else f"{bar.ratio:.2f}  {bar.remark}".rstrip() for bar in bars]
     # Wide enough that every bar has room for its figures.
-    room = [1 - (len(text) + 2) * LETTER_IN / AXIS_IN for text in figures]
+    room = [1 - (len(text) + 2) * LETTER_IN / width_in for text in figures]
     limit = max([1.05, *(bar.high / share for bar, share in zip(bars, room, strict=True))])
     axes.set_xlim(0, limit)
     axes.set_ylim(len(bars) - 0.5, -0.5)

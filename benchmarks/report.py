@@ -241,6 +241,8 @@ def describe_choice(contender: Contender, task: str, settings: Settings) -> str:
             words.append(f"{value} {noun.removesuffix('s') if value == 1 else noun}")
         elif value is True:
             words.append(key.replace("_", " "))
+        elif isinstance(value, int):
+            words.append(f"{value} {key.replace('_', ' ')}")
         else:
             words.append(str(value))
     return ", ".join(words)
