@@ -31,11 +31,16 @@ def merge_infos(shards: Sequence[ShardInfos], num_envs: int) -> dict[str, Any]:
     Raises:
         WireError: One shard has a dict where another has an array.
     """
-    keys = dict.fromkeys(key for shard in shards for key in shard.infos)
-    return {
-        key: _merge(key, [ShardInfos(s.start, s.stop, s.infos[key]) for s in shards if key in s.infos], num_envs)
-        for key in keys
-    }
+    are_all_here = sum([shard.stop - shard.start for shard in shards]) == num_envs
+    merged = {}
+    for key in dict.fromkeys([key for shard in shards for key in shard.infos]):
+        parts = [shard.infos.get(key) for shard in shards]
+        if are_all_here and _are_alike(parts):
+            merged[key] = np.concatenate(parts)  # The common case: every shard has it.
+        else:
+            own = [ShardInfos(s.start, s.stop, s.infos[key]) for s in shards if key in s.infos]
+            merged[key] = _merge(key, own, num_envs)
+    return merged
 
 
 def check_infos(infos: Any, num_rows: int) -> None:
@@ -76,7 +81,7 @@ def _merge(key: str, shards: Sequence[ShardInfos], num_envs: int) -> Any:
         )
     arrays: list[NDArray[Any]] = [shard.infos for shard in shards]
     if sum(map(len, arrays)) == num_envs and _are_alike(arrays):
-        return np.concatenate(arrays)  # The common case: every shard has it.
+        return np.concatenate(arrays)
     merged = _empty(arrays, num_envs)
     for shard, array in zip(shards, arrays, strict=True):
         if merged.dtype == object and (array.dtype != object or array.ndim > 1):
@@ -87,11 +92,15 @@ def _merge(key: str, shards: Sequence[ShardInfos], num_envs: int) -> Any:
     return merged
 
 
-def _are_alike(arrays: Sequence[NDArray[Any]]) -> bool:
-    first = arrays[0]
-    return first.dtype.kind in _NUMBERS and all(
-        array.dtype == first.dtype and array.shape[1:] == first.shape[1:] for array in arrays
-    )
+def _are_alike(parts: Sequence[Any]) -> bool:
+    """Whether all are arrays of numbers that can be put one after another as they are."""
+    first = parts[0]
+    if type(first) is not np.ndarray or first.dtype.kind not in _NUMBERS:
+        return False
+    for part in parts:
+        if type(part) is not np.ndarray or part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
+            return False
+    return True
 
 
 def _empty(arrays: Sequence[NDArray[Any]], num_envs: int) -> NDArray[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,14 @@ def checked_dtype(text: object) -> np.dtype[Any]:
     Raises:
         WireError: It is no dtype, or none that may travel.
     """
-    if not isinstance(text, str) or not _DTYPE.fullmatch(text):
+    if not isinstance(text, str):
+        raise WireError(f"An array of dtype {repr(text)[:100]} cannot travel.")
+    return _read_dtype(text)
+
+
+@lru_cache(maxsize=64)
+def _read_dtype(text: str) -> np.dtype[Any]:
+    if not _DTYPE.fullmatch(text):
         raise WireError(f"An array of dtype {repr(text)[:100]} cannot travel.")
     try:
         return np.dtype(text)
