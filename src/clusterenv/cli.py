@@ -131,6 +131,8 @@ def _run_launch(arguments: argparse.Namespace) -> int:
                 print(status or f"{num_workers} workers started", flush=True)
                 said = status
             time.sleep(_LOOK_S)
+        if said != "":
+            print(f"{num_workers} workers started")  # And ended before anybody looked.
         for worker_index, how in sorted(exits.items()):
             print(f"worker {worker_index} ended: {how}\n{fleet.log_tail(worker_index)}".rstrip())
         return 0 if all(how.startswith("exit status 0") for how in exits.values()) else 1
