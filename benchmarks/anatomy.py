@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import machine
 from benchmarks.agents import MlpAgent
+from benchmarks.page import publish
 from benchmarks.tasks import TASKS, make_env, precompute_actions
 from clusterenv import ClusterEnv
 from clusterenv.adapters import as_policy
@@ -57,14 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ),
         "",
         f"- medians over {arguments.rounds} interleaved rounds; made by `python -m benchmarks.anatomy`",
-        *(f"- {note}" for note in machine.describe_machine(Path(".bench"), load, 0.0)[:2]),
-        f"- load average before the run {load:.2f}",
-        "",
     ]
-    text = "\n".join(lines)
-    print(text)
-    arguments.out.write_text(text)
-    print(f"wrote {os.path.relpath(arguments.out)}")
+    publish(lines, load, arguments.out)
     return 0
 
 

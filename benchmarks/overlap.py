@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks import machine
 from benchmarks.agents import MlpAgent
 from benchmarks.arena import ROOT
+from benchmarks.page import publish
 from benchmarks.report import describe_ratio, shorten
 from benchmarks.rollers_clusterenv import factories, start
 from benchmarks.rounds import spread
@@ -68,14 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "",
         f"- {NUM_ENVS} environments, 64-64 torch agent, new weights with every rollout",
         f"- {arguments.rounds} rounds of twice {arguments.seconds:g} s",
-        *(f"- {note}" for note in machine.describe_machine(ROOT / ".bench", load, 0.0)[:2]),
-        f"- load average before the run {load:.2f}",
     ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(text)
-    print(f"wrote {os.path.relpath(arguments.out)}")
+    publish(lines, load, arguments.out)
     return 0
 
 

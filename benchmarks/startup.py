@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import machine
 from benchmarks.arena import ROOT, child_environment
+from benchmarks.page import publish
 from benchmarks.report import half_range
 from benchmarks.rounds import Spread, spread
 from benchmarks.startup_probe import NUM_ENVS, NUM_WORKERS
@@ -57,14 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         *(row(way, np.array(measured)) for way, measured in times.items()),
         "",
         f"- {arguments.rounds} interleaved runs of each, after one that does not count",
-        *(f"- {note}" for note in machine.describe_machine(ROOT / ".bench", load, 0.0)[:2]),
-        f"- load average before the run {load:.2f}",
     ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(text)
-    print(f"wrote {os.path.relpath(arguments.out)}")
+    publish(lines, load, arguments.out)
     return 0
 
 

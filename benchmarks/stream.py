@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks import machine
 from benchmarks.agents import MlpAgent
+from benchmarks.page import publish
 from clusterenv import ClusterEnv
 from clusterenv.rollout import Rollout
 
@@ -86,13 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     notes = [
         f"LunarLander-v3, {ENVS_PER_WORKER} environments a worker, {NUM_STEPS} steps a rollout, 64-64 torch agent",
         f"{arguments.rounds} interleaved rounds of {arguments.rollouts} rollouts; ± is half the interquartile range",
-        *machine.describe_machine(Path(".bench"), load, 0.0)[:1],
-        f"load average before the run {load:.2f}",
     ]
-    text = "\n".join(["# Streams", "", *lines, "", *(f"- {note}" for note in notes), ""])
-    print(text)
-    arguments.out.write_text(text)
-    print(f"wrote {os.path.relpath(arguments.out)}")
+    publish(["# Streams", "", *lines, "", *(f"- {note}" for note in notes)], load, arguments.out)
     return 0
 
 
