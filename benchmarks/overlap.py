@@ -1,8 +1,9 @@
 """Whether a streaming worker keeps its speed while the learner works: `python -m benchmarks.overlap`.
 
 One worker streams rollouts. In one half of every round the learner only takes them; in the other half it learns from
-each, for most of the time that making one takes. On two cores the worker should not notice. Prints one table and writes
-it to `benchmarks/results/overlap.md`. Run it on an otherwise idle machine.
+each, for most of the time that making one takes. On two cores the worker should not notice. Cores share caches, memory
+and more, though: as a control, the same learner works beside a process that only steps environments, and nobody speaks
+to anybody. Prints one table and writes it to `benchmarks/results/overlap.md`. Run it on an otherwise idle machine.
 """
 
 import argparse
@@ -18,6 +19,8 @@ import torch
 
 from benchmarks.agents import MlpAgent
 from benchmarks.arena import ROOT
+from benchmarks.bare import FORK, end, run_freely
+from benchmarks.bare import start as start_process
 from benchmarks.page import publish
 from benchmarks.report import describe_ratio, shorten
 from benchmarks.rollers_clusterenv import factories, start
@@ -36,34 +39,39 @@ IN_FLIGHT = 8
 # Rollouts of about 50 ms, so that there are many of them and one more or less does not matter.
 NUM_STEPS = {"cartpole": 128, "lunarlander": 32}
 TIMED_ROLLOUTS = 5
+CONTROL_S = 0.05
 MINIBATCH = 256
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of half a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=25, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="length of half a round (default: %(default)s)")
     parser.add_argument("--tasks", nargs="+", choices=NUM_STEPS, default=list(NUM_STEPS), help="only these tasks")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "overlap.md", help="where to write"
     )
     arguments = parser.parse_args(argv)
     load = os.getloadavg()[0]
-    rows = [
-        row(task, transport, *measure(task, transport, arguments.rounds, arguments.seconds))
-        for task in arguments.tasks
-        for transport in ("shm", "zmq")
-    ]
+    rows = []
+    for task in arguments.tasks:
+        control = measure_control(task, arguments.rounds, arguments.seconds)
+        rows.append(row(f"{TASKS[task]}, control: a bare loop", *control))
+        for transport in ("shm", "zmq"):
+            rates = measure(task, transport, arguments.rounds, arguments.seconds)
+            rows.append(row(f"{TASKS[task]}, {transport}", *rates, control=control))
     lines = [
         "# A streaming worker beside a learner that works",
         "",
         "Environment steps per second of one worker's stream, while the learner only takes rollouts, and while it "
         f"learns from each for {LEARNING_SHARE:.0%} of the time that making one takes; the ratio of both in a "
-        "round. Medians over the rounds; ± is half the interquartile range. Made by `python -m benchmarks.overlap`.",
+        "round. Medians over the rounds; ± is half the interquartile range. The control is a process that steps the "
+        "environments in a plain loop and speaks to nobody: what it loses, the machine takes. The last column is the "
+        "ratio over the control's. Made by `python -m benchmarks.overlap`.",
         "",
-        f"| | idle learner | working learner | ratio | goal: {AT_LEAST:g} |",
-        "|---|---:|---:|---:|---|",
+        f"| | idle learner | working learner | ratio | goal: {AT_LEAST:g} | of the control's |",
+        "|---|---:|---:|---:|---|---:|",
         *rows,
         "",
         f"- {NUM_ENVS} environments, 64-64 torch agent, new weights with every rollout",
@@ -88,6 +96,28 @@ def measure(task: str, transport: str, rounds: int, seconds: float) -> tuple[lis
     return rates[False], rates[True]
 
 
+def measure_control(task: str, rounds: int, seconds: float) -> tuple[list[float], list[float]]:
+    """Measure a bare loop's rates beside an idle and a working learner, which has nothing to do with it."""
+    envs, agent = start(factories(task, NUM_ENVS), num_workers=0)
+    with envs:
+        rollout = envs.rollout(agent, NUM_STEPS[task])
+    learner = Learner(agent)
+    ours, theirs = FORK.Pipe()
+    process = start_process(run_freely, task, 0, NUM_ENVS, theirs)
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    try:
+        for number in range(rounds):
+            for is_working in (False, True) if number % 2 else (True, False):
+                ours.send(seconds)
+                while is_working and not ours.poll(0.0):
+                    learner.learn(rollout, LEARNING_SHARE * CONTROL_S)
+                    ours.poll((1 - LEARNING_SHARE) * CONTROL_S)
+                rates[is_working].append(ours.recv())
+    finally:
+        end([process])
+    return rates[False], rates[True]
+
+
 def time_rollout(stream: Iterator[Rollout]) -> float:
     """Return how many seconds a rollout takes now, with an idle learner."""
     for _ in range(IN_FLIGHT):
@@ -101,7 +131,7 @@ def time_rollout(stream: Iterator[Rollout]) -> float:
 def run(stream: Iterator[Rollout], learner: "Learner", learning_s: float, seconds: float) -> float:
     """Take rollouts for at least so long, and learn from each; returns environment steps per second."""
     for _ in range(IN_FLIGHT):
-        learner.learn(next(stream), learning_s)
+        next(stream)  # What was made before, perhaps beside another learner, must not count.
     env_steps = 0
     began = now = time.perf_counter()
     while now - began < seconds:
@@ -134,12 +164,20 @@ class Learner:
             self._optimizer.step()
 
 
-def row(task: str, transport: str, idle: Sequence[float], working: Sequence[float]) -> str:
+def row(
+    label: str,
+    idle: Sequence[float],
+    working: Sequence[float],
+    control: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> str:
     """Format a line of the table."""
     ratio = spread(np.array(working) / np.array(idle))
-    word = "met" if ratio.median >= AT_LEAST else "MISSED"
-    rates = (f"{shorten(float(np.median(each)))}" for each in (idle, working))
-    return f"| {TASKS[task]}, {transport} | {' | '.join(rates)} | {describe_ratio(ratio)} | {word} |"
+    rates = " | ".join(shorten(float(np.median(each))) for each in (idle, working))
+    if control is None:
+        return f"| {label} | {rates} | {describe_ratio(ratio)} | | |"
+    word = "met" if ratio.median >= AT_LEAST else "missed"
+    expected = float(np.median(np.array(control[1]) / np.array(control[0])))
+    return f"| {label} | {rates} | {describe_ratio(ratio)} | {word} | {ratio.median / expected:.2f} |"
 
 
 if __name__ == "__main__":

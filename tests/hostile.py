@@ -37,6 +37,7 @@ from clusterenv.wire.versions import installed_versions
 from clusterenv.worker import __main__, loop
 
 TRICKS_VARIABLE = "CLUSTERENV_TRICKS"
+PLANES_BYTES = 1 << 13  # Of a few environments, and some more.
 
 pack = msgspec.msgpack.encode
 
@@ -223,6 +224,53 @@ def _too_many(channel: HostileChannel, reply: Any, arrays: Any) -> None:
 @trick("a nonsense mailbox")
 def _mailbox(channel: HostileChannel, reply: Any, arrays: Any) -> None:
     channel._desk.post(b"\xc1 is no message", reply.call, lambda _: None)  # type: ignore[union-attr]  # it shares memory
+
+
+def _names(data: bytes, generation: int = 1) -> Play:
+    """Say that infos lie beside the planes, under these names."""
+
+    def play(channel: HostileChannel, reply: Any, arrays: Any) -> None:
+        desk: Any = channel._desk
+        desk.names[: len(data)] = data
+        desk.post_plain(reply.call, generation)
+
+    return play
+
+
+def _length(size: int) -> bytes:
+    return struct.pack("<Q", size)
+
+
+def _sized(names: bytes) -> bytes:
+    return _length(len(names)) + names
+
+
+NONSENSE_NAMES = {
+    "infos without names": _length(0),
+    "names that never end": _length(2**63),
+    "names that are none": _sized(b"\xc1"),
+    "names that are no text": _sized(b"\x92\x91\xa1\xff\x91\xa3<f8"),
+    "names without dtypes": _sized(pack([["x"], []])),
+    "dtypes without names": _sized(pack([[], ["<f8"]])),
+    "an info of pointers": _sized(pack([["x"], ["|O"]])),
+    "an info of long text": _sized(pack([["x"], ["<U99"]])),
+    "more infos than fit": _sized(pack([["x"] * 33, ["<f8"] * 33])),
+}
+for _number, (_name, _data) in enumerate(NONSENSE_NAMES.items(), start=1):
+    TRICKS[_name] = Stepped, _names(_data, _number)
+
+
+@trick("bools that are none")
+def _bools(channel: HostileChannel, reply: Any, arrays: Any) -> None:
+    desk: Any = channel._desk
+    memory = memoryview(desk.names.obj).cast("B")
+    memory[-PLANES_BYTES:] = b"\x07" * PLANES_BYTES  # They lie at its end.
+    _names(_sized(pack([["flag"], ["|b1"]])), 99)(channel, reply, arrays)
+
+
+@trick("infos where no memory is shared")
+def _infos_elsewhere(channel: HostileChannel, reply: Any, arrays: list[NDArray[Any]]) -> None:
+    Channel.send(channel, Stepped(reply.call, None, None, 7), arrays)
 
 
 @trick("an overfull mailbox")

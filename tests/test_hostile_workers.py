@@ -114,6 +114,38 @@ def test_nonsense_in_shared_memory_loses_the_worker_that_wrote_it(trick: str) ->
         assert (caught.value.worker_index, caught.value.env_indices) == (1, (2, 3))
 
 
+def test_nonsense_about_infos_in_shared_memory_is_an_error_that_names_the_worker_and_no_more() -> None:
+    tricks = list(hostile.NONSENSE_NAMES)
+    with start([trick for name in tricks for trick in (name, "honest")], transport="shm") as envs:
+        true = reference()
+        envs.reset(seed=1)
+        true.reset(seed=1)
+        for name in tricks:
+            actions = envs.action_space.sample()
+            true.step(actions)
+            with pytest.raises(WireError, match=r"worker 1 .*environments 2 to 3") as caught:
+                envs.step(actions)
+            assert len(str(caught.value)) < 1000, name
+            actions = envs.action_space.sample()
+            assert_same(envs.step(actions), true.step(actions), f"after {name}")
+        true.close()
+
+
+def test_bools_in_shared_memory_are_bools_whatever_a_worker_writes_there() -> None:
+    with start(["bools that are none"], transport="shm") as envs:
+        envs.reset(seed=1)
+        infos = envs.step(np.zeros(NUM_ENVS, np.int64))[4]
+        assert infos["_flag"].tolist() == [False, False, True, True]
+        assert infos["flag"].view(np.uint8).tolist() == [0, 0, 1, 1]
+
+
+def test_infos_are_not_looked_for_in_memory_that_is_not_shared() -> None:
+    with start(["infos where no memory is shared"]) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(WireError, match=r"worker 1 .*shares none"):
+            envs.step(np.zeros(NUM_ENVS, np.int64))
+
+
 def test_a_worker_that_talks_without_answering_cannot_stretch_a_deadline() -> None:
     with start(["a flood without an answer"], timeouts=Timeouts(call_s=1.0, close_s=0.5)) as envs:
         envs.reset(seed=1)

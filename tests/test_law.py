@@ -96,7 +96,7 @@ def cases() -> st.SearchStrategy[Case]:
         action_space=st.sampled_from([spaces.Discrete(4), spaces.Box(-1.0, 1.0, (2,), np.float32)]) | nested_spaces(),
         mode=st.sampled_from(MODES),
         num_envs=st.integers(1, 7),
-        infos=st.sampled_from(["none", "sparse", "rich"]),
+        infos=st.sampled_from(["none", "sparse", "rich", "numbers"]),
         is_loose=st.booleans(),
         seed=st.integers(0, 10_000),
         moves=st.permutations(MOVES),
@@ -250,6 +250,49 @@ def test_factories_that_differ_by_index_keep_their_place(backend: Backend) -> No
             actions = np.array([step % 4, 1, 2, 3])
             assert_same(ours.step(actions), theirs.step(actions), f"step {step}")
     theirs.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_infos_of_numbers_equal_gymnasiums_whenever_they_change(mode: AutoresetMode, backend: Backend) -> None:
+    case = Case(
+        observation_space=spaces.Box(-1.0, 1.0, (3,), np.float32),
+        action_space=spaces.Discrete(4),
+        mode=mode,
+        num_envs=5,
+        infos="numbers",
+        is_loose=False,
+        seed=4,
+        moves=(["step"] * 10 + ["reset", "step", "reset some"]) * 4,
+    )
+    check(case, backend)
+
+
+class Outgrowing(gym.Wrapper[Any, Any, Any, Any]):
+    """Counts in its infos, and says so in many words: more than there is room for beside the planes."""
+
+    def __init__(self, num_keys: int, length: int) -> None:
+        super().__init__(World(infos="none", longest_episode=100))
+        self._num_keys, self._padding = num_keys, "x" * length
+        self._count = 0
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        self._count += 1
+        count = 2**64 * self._count if self._count == 3 else self._count
+        return (*self.env.step(action)[:4], {f"{self._padding}{key}": count + key for key in range(self._num_keys)})
+
+
+@pytest.mark.parametrize(("num_keys", "length"), [(3, 1), (40, 1), (4, 20_000)])
+def test_numbers_that_are_too_many_or_too_large_come_another_way(num_keys: int, length: int, backend: Backend) -> None:
+    with ClusterEnv([lambda: Outgrowing(num_keys, length)] * 4, **backend) as ours:
+        ours.reset(seed=1)
+        for step in range(1, 6):
+            infos = ours.step([0, 1, 2, 3])[4]
+            count = 2**64 * step if step == 3 else step
+            assert len(infos) == 2 * num_keys
+            for key in range(num_keys):
+                name = "x" * length + str(key)
+                assert infos[name].tolist() == [count + key] * 4
+                assert infos[f"_{name}"].all()
 
 
 class MixedInfo(gym.Wrapper[Any, Any, Any, Any]):

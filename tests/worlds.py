@@ -22,7 +22,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 Factory = Callable[[], gym.Env[Any, Any]]
-Infos = Literal["none", "sparse", "rich"]
+Infos = Literal["none", "sparse", "rich", "numbers"]
 
 
 class World(gym.Env[Any, Any]):
@@ -52,6 +52,7 @@ class World(gym.Env[Any, Any]):
         self._source = deepcopy(self.observation_space)
         self._digest = 0
         self._steps_left = 0
+        self._num_infos = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -105,6 +106,9 @@ class World(gym.Env[Any, Any]):
         if self._infos == "none":
             return {}
         digest = self._digest
+        self._num_infos += 1
+        if self._infos == "numbers":
+            return _numbers(digest, self._num_infos // 3 % 4)
         entries = _rich_entries(digest)
         if self._infos == "sparse":
             entries = [entry for place, entry in enumerate(entries) if (digest >> place) % 4 == 0]
@@ -112,6 +116,26 @@ class World(gym.Env[Any, Any]):
             entries.append(("episode", {"r": digest / 3.0, "l": digest % 100}))
         turn = digest % max(len(entries), 1)
         return dict(entries[turn:] + entries[:turn])
+
+
+def _numbers(digest: int, form: int) -> dict[str, Any]:
+    """The same numbers in every environment, most of the time."""
+    small = digest % 100
+    if form == 1:
+        return {"score": small / 9.0, "byte": np.uint8(small)}
+    numbers = {
+        "count": small,
+        "score": small / 7.0,
+        "flag": small % 2 == 0,
+        "float32": np.float32(small / 7.0),
+        "int32": np.int32(-small),
+        "float64": np.float64(small / 3.0),
+    }
+    if form == 2 and small % 3 == 0:
+        del numbers["flag"]
+    if form == 3:
+        return numbers | ({"vector": np.full(2, small)} if small % 3 == 0 else {"name": f"{small}"})
+    return numbers
 
 
 def _rich_entries(digest: int) -> list[tuple[Any, Any]]:

@@ -19,7 +19,7 @@ from clusterenv.wire.assignment import Assignment
 from clusterenv.wire.block import Block
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.planes import Planes
-from clusterenv.worker.infos import Infos
+from clusterenv.worker.infos import Infos, complete
 from clusterenv.worker.shard import Shard
 
 
@@ -133,7 +133,7 @@ class Inline:
         self._shard.host.close()
 
     def _stepped(self, infos: Infos) -> Outcome:
-        return Outcome(infos, [list(column) for column in self._shard.host.objects()], [])
+        return Outcome(complete(infos, self._num_envs), [list(column) for column in self._shard.host.objects()], [])
 
     def _load(self, version: int, pulls: Sequence[bool]) -> None:
         if pulls[0]:

@@ -49,6 +49,13 @@ class Desks:
         """Whether this worker has a desk."""
         return self._desks[member.index] is not None
 
+    def find_names(self, index: int) -> memoryview:
+        """Return where a worker that has a desk writes what its infos are called."""
+        desk = self._desks[index]
+        if desk is None:
+            raise WireError("Infos are said to be in shared memory by a worker that shares none.")
+        return desk.names
+
     @property
     def are_in_use(self) -> bool:
         """Whether any worker has one."""
@@ -94,8 +101,8 @@ class Desks:
             desk = self._desks[member.index]
             if desk is None or member.owes is None:
                 continue
-            if desk.is_plain(member.owes):
-                yield member, Stepped(member.owes, None, None)
+            if (generation := desk.find_plain(member.owes)) is not None:
+                yield member, Stepped(member.owes, None, None, generation)
                 continue
             try:
                 frame = desk.take(member.owes)

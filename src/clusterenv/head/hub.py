@@ -52,6 +52,7 @@ class Hub:
     Attributes:
         members: The workers, in the order of their environments.
         desks: The conversation with those that share memory.
+        generations: Of every worker's infos, after a plain step with plain answers.
         inbox: What comes by the socket.
         landing: Says into which arrays the frames that come with a reply belong.
         timeouts: How long to wait.
@@ -72,6 +73,7 @@ class Hub:
         self._call = 0
         self._is_open = False
         self._plain_desks: AllDesks | None = None
+        self.generations: list[int] = []
         self._plain: list[int] = []  # Not empty while a plain step is under way there.
         self._awaited: Sequence[Member] = self.members
         self._looked_at = 0.0
@@ -215,7 +217,9 @@ class Hub:
             desks = self._plain_desks
             assert desks is not None, "a plain step was started there"
             has_rung = desks.wait(min(_SLICE_S, timeout_s))
-            if has_rung and desks.are_plain(self._call):
+            generations = desks.find_plain(self._call) if has_rung else None
+            if generations is not None:
+                self.generations = generations
                 self._plain.clear()
                 return False
             self._roster.owe(self._call, self.members)

@@ -12,16 +12,16 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from clusterenv.head.batch import ShardInfos, check_infos, merge_infos
+from clusterenv.head.batch import ShardInfos, merge_infos
 from clusterenv.head.checks import expect, read_objects, read_results
 from clusterenv.head.crew import Arrays, Crew, Loss, Make, lost_error
 from clusterenv.head.failure import blame
 from clusterenv.head.hub import Hub
+from clusterenv.head.info_reader import InfoReader
 from clusterenv.head.lost_rows import LostRows
 from clusterenv.head.outcome import Lost, Outcome
 from clusterenv.head.remote_plan import RemotePlan
 from clusterenv.head.roster import Member
-from clusterenv.wire import values
 from clusterenv.wire.arrays import ArrayMaker, allocate, carver, size_of
 from clusterenv.wire.messages import (
     Apply,
@@ -68,6 +68,7 @@ class RemoteEnvs:
         else:
             self.planes = self._make_planes(allocate)
         self.crew = Crew(hub, plan.code, memory, replaces=plan.replaces)
+        self._infos = InfoReader(hub, self.planes)
         self._rows = [self.planes.rows(member.start, member.stop) for member in hub.members]
         self._lost: dict[int, LostRows] = {}  # Of workers that were replaced, until the learner is told.
         self._objects: dict[int, list[list[Any]]] = {}
@@ -183,7 +184,7 @@ class RemoteEnvs:
         """
         answers, silent = self.crew.answers(timeout_s)
         if not answers and not silent:
-            return Outcome({}, [], [])
+            return Outcome(self._infos.read_plain(), [], [])
         shards: list[ShardInfos] = []
         objects: dict[int, list[list[Any]]] = {}
         results: list[Any] = []
@@ -285,8 +286,7 @@ class RemoteEnvs:
         for member, reply in self._ask(lambda call, m: Reset(call, list(self.crew.seeds_of(m)), None, None), members):
             with blame(member):
                 stepped, lost = expect(Stepped, reply), self._lost[member.index]
-                lost.new_infos = {} if stepped.infos is None else values.loads(stepped.infos)
-                check_infos(lost.new_infos, member.stop - member.start)
+                lost.new_infos = self._infos.read(member, stepped)
                 lost.new_objects = read_objects(stepped, self._num_object_leaves, member.stop - member.start)
         if self._is_step:
             self._ask(lambda call, m: Truncate(call, self._lost[m.index].dump_seen()), members)
@@ -363,9 +363,7 @@ class RemoteEnvs:
         self, member: Member, reply: Reply, shards: list[ShardInfos], objects: dict[int, list[list[Any]]]
     ) -> None:
         stepped = expect(Stepped, reply)
-        if stepped.infos is not None:
-            infos = values.loads(stepped.infos)
-            check_infos(infos, member.stop - member.start)
+        if infos := self._infos.read(member, stepped):
             shards.append(ShardInfos(member.start, member.stop, infos))
         if self._num_object_leaves or stepped.columns is not None:
             objects[member.index] = read_objects(stepped, self._num_object_leaves, member.stop - member.start)

@@ -81,7 +81,7 @@ class Channel:
         elif self._is_streaming:
             self._socket.send([messages.encode(reply)])
         elif isinstance(reply, Stepped) and reply.infos is None and reply.columns is None:
-            self._desk.post_plain(reply.call)
+            self._desk.post_plain(reply.call, reply.generation)
         else:
             assert not isinstance(reply, Join), "a worker joins before it shares memory"
             self._desk.post(messages.encode(reply), reply.call, lambda large: self._socket.send([large]))

@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from clusterenv.errors import WireError
+from clusterenv.wire.info_planes import MAX_GENERATION
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 # Shown to people, in errors and logs: of one line, and a short one.
 Name = Annotated[str, Meta(max_length=255, pattern=r"\A[ -~]*\Z")]
@@ -198,6 +199,7 @@ class Stepped(_Message, tag=22, frozen=True):
     call: int
     infos: bytes | None  # values; None: empty
     columns: bytes | None  # values: what has no fixed size, one list a leaf; None: nothing
+    generation: Annotated[int, Meta(ge=0, lt=MAX_GENERATION)] = 0  # of the infos in shared memory; 0: none are there
 
 
 class Returned(_Message, tag=23, frozen=True):

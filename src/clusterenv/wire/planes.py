@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clusterenv.wire.arrays import ArrayMaker
+from clusterenv.wire.info_planes import MAX_COLUMNS
 from clusterenv.wire.layout import Layout, Leaf
 
 
@@ -24,6 +25,7 @@ class Planes:
     Attributes:
         actions: One array a leaf of the action space; empty if a leaf has no fixed size.
         observations: One array a leaf of the observation space; None for a leaf of objects.
+        info_slots: `[MAX_COLUMNS, num_envs]`, where memory is shared: see `wire.info_planes`.
     """
 
     actions: list[NDArray[Any]]
@@ -31,6 +33,7 @@ class Planes:
     rewards: NDArray[np.float64]
     terminations: NDArray[np.bool_]
     truncations: NDArray[np.bool_]
+    info_slots: NDArray[np.uint64]
 
     @staticmethod
     def make(actions: Layout, observations: Layout, num_envs: int, make: ArrayMaker) -> Planes:
@@ -42,6 +45,7 @@ class Planes:
             make(lead, _REWARD),
             make(lead, _FLAG),
             make(lead, _FLAG),
+            make((MAX_COLUMNS, num_envs), _SLOT),
         )
 
     def rows(self, start: int, stop: int) -> Planes:
@@ -52,6 +56,7 @@ class Planes:
             self.rewards[start:stop],
             self.terminations[start:stop],
             self.truncations[start:stop],
+            self.info_slots[:, start:stop],
         )
 
     def results(self) -> Iterator[NDArray[Any]]:
@@ -62,4 +67,4 @@ class Planes:
         yield self.truncations
 
 
-_REWARD, _FLAG = Leaf((), np.dtype(np.float64)), Leaf((), np.dtype(np.bool_))
+_REWARD, _FLAG, _SLOT = (Leaf((), np.dtype(kind)) for kind in (np.float64, np.bool_, np.uint64))

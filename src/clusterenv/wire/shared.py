@@ -6,12 +6,13 @@ nobody touches take no memory, so mailboxes can be generous.
 
     a run's memory:  [ bell | desk of worker 0 | desk of worker 1 | ... | planes ]
     the bell:        two semaphores (open answers, ring)
-    a desk:          a semaphore (go), a stop flag, the request's mailbox and the reply's
+    a desk:          a semaphore (go), a stop flag, the request's mailbox and the reply's, the names of infos
     a mailbox:       the message's length, the number of its call, the message
 
 A message too large for its mailbox goes over the worker's ZeroMQ socket instead; the mailbox then says so. The
 commonest messages need no bytes at all: a step whose actions are in the planes, and its answer if nothing but planes
-was filled. They are plain: a length that says so, and the call's number.
+was filled. They are plain: a length that says so, and the call's number. Infos that lie beside the planes add to the
+length the generation of their names.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from clusterenv.errors import WireError
 from clusterenv.wire import memory_map, semaphore
+from clusterenv.wire.info_planes import BOX_BYTES, MAX_GENERATION
 from clusterenv.wire.messages import Offer
 from clusterenv.wire.semaphore import Chain, Semaphore
 
@@ -36,11 +38,12 @@ _HEADER = struct.Struct("<QQ")
 _pack_into, _unpack = _HEADER.pack_into, _HEADER.unpack
 _MAX_BYTES = _MAILBOX_BYTES - _HEADER.size
 _BY_SOCKET = 2**64 - 1  # lengths no mailbox has: the message comes over the socket,
-_PLAIN = 2**64 - 2  # or it is plain
+_PLAIN = 1 << 29  # or it is plain, and the rest is a generation
 _GO, _STOP = 0, semaphore.SIZE_BYTES
 _REQUEST = 2 * semaphore.SIZE_BYTES
 _REPLY = _REQUEST + _MAILBOX_BYTES
-_DESK_BYTES = _REPLY + _MAILBOX_BYTES
+_NAMES = _REPLY + _MAILBOX_BYTES
+_DESK_BYTES = _NAMES + BOX_BYTES
 _BELL_BYTES = 2 * semaphore.SIZE_BYTES
 
 EAGER_S = 1e-3  # How long a worker looks for its next request before it sleeps; see docs/performance.md.
@@ -141,6 +144,7 @@ class HeadDesk:
         go: Wakes the worker.
         request: The header of the request's mailbox.
         reply: The header of the reply's mailbox.
+        names: Where the worker writes what its infos are called.
     """
 
     def __init__(self, memory: memoryview, worker_index: int) -> None:
@@ -148,6 +152,7 @@ class HeadDesk:
         self.go = Semaphore(desk[_GO:], initialise=True)
         self.request = desk[_REQUEST : _REQUEST + _HEADER.size]
         self.reply = desk[_REPLY : _REPLY + _HEADER.size]
+        self.names = desk[_NAMES:]
 
     def post(self, frame: bytes, call: int) -> bool:
         """Hand over a request; False if it is too large, and must follow over the socket."""
@@ -155,9 +160,10 @@ class HeadDesk:
         self.go.post()
         return fits
 
-    def is_plain(self, call: int) -> bool:
-        """Tell whether the reply to a call is plain; to be trusted as `take` is."""
-        return _HEADER.unpack_from(self._desk, _REPLY) == (_PLAIN, call)
+    def find_plain(self, call: int) -> int | None:
+        """Return the generation of the infos, if the reply to a call is plain; to be trusted as `take` is."""
+        size, answered = _HEADER.unpack_from(self._desk, _REPLY)
+        return size - _PLAIN if answered == call and 0 <= size - _PLAIN < MAX_GENERATION else None
 
     def take(self, call: int) -> bytes | None:
         """Return the reply to a call; None if there is none yet, b"" if it comes over the socket.
@@ -199,20 +205,27 @@ class AllDesks:
             _pack_into(request, 0, _PLAIN, call)
         self._wake()
 
-    def are_plain(self, call: int) -> bool:
-        """Tell whether all replies to a call are plain; to be trusted as `HeadDesk.take` is."""
-        expected = _PLAIN, call
-        for reply in self._replies:  # noqa: SIM110 - all() would take longer than the rest
-            if _unpack(reply) != expected:
-                return False
-        return True
+    def find_plain(self, call: int) -> list[int] | None:
+        """Return the generations of the infos, if all replies are plain; to be trusted as `HeadDesk.take` is."""
+        generations = []
+        for reply in self._replies:
+            size, answered = _unpack(reply)
+            if answered != call or not 0 <= size - _PLAIN < MAX_GENERATION:
+                return None
+            generations.append(size - _PLAIN)
+        return generations
 
 
 class WorkerDesk:
-    """The worker's side of its desk."""
+    """The worker's side of its desk.
+
+    Attributes:
+        names: Where it writes what its infos are called.
+    """
 
     def __init__(self, memory: memoryview, worker_index: int) -> None:
         self._desk = desk = _desk_memory(memory, worker_index)
+        self.names = desk[_NAMES:]
         self._go = Semaphore(desk[_GO:], initialise=False)
         self._bell = Bell(memory, initialise=False)
 
@@ -230,9 +243,9 @@ class WorkerDesk:
         size, call = _HEADER.unpack_from(self._desk, _REQUEST)
         return call if size == _PLAIN else _take(self._desk, _REQUEST, size)
 
-    def post_plain(self, call: int) -> None:
-        """Hand over a plain reply."""
-        _HEADER.pack_into(self._desk, _REPLY, _PLAIN, call)
+    def post_plain(self, call: int, generation: int) -> None:
+        """Hand over a plain reply, with the generation of the infos beside the planes, or 0."""
+        _HEADER.pack_into(self._desk, _REPLY, _PLAIN + generation, call)
         self._bell.answer()
 
     def post(self, frame: bytes, call: int, send_large: Callable[[bytes], None]) -> None:

@@ -16,6 +16,7 @@ from clusterenv.wire import values
 from clusterenv.wire.arrays import allocate, carver
 from clusterenv.wire.assignment import Assignment
 from clusterenv.wire.block import Block
+from clusterenv.wire.info_planes import FullInfos, SlotWriter
 from clusterenv.wire.messages import (
     Adopt,
     Adopted,
@@ -38,6 +39,7 @@ from clusterenv.wire.messages import (
 )
 from clusterenv.wire.planes import Planes
 from clusterenv.wire.shared import open_offer
+from clusterenv.worker.infos import complete
 from clusterenv.worker.shard import Shard
 
 ShardRequest: TypeAlias = Reset | Step | Invoke | SetAttribute | Apply | Adopt | Measure | Collect | Decide | Truncate
@@ -53,7 +55,7 @@ class Answers:
     """Does what the head asks of a shard."""
 
     def __init__(
-        self, assignment: Assignment, shard: Shard, planes: Planes, send: Send, *, shares_memory: bool
+        self, assignment: Assignment, shard: Shard, planes: Planes, send: Send, *, names: memoryview | None
     ) -> None:
         """Answer for a shard.
 
@@ -62,13 +64,14 @@ class Answers:
             shard: Does the work.
             planes: Of the shard.
             send: Sends parts of an answer, ahead of it.
-            shares_memory: Whether the planes are the head's, too.
+            names: Where to write what infos are called; None if the planes are not the head's, too.
         """
         self._assignment = assignment
         self._shard = shard
         self._planes = planes
         self._send = send
-        self._shares_memory = shares_memory
+        self._shares_memory = names is not None
+        self._slot_writer = None if names is None else SlotWriter(planes.info_slots, names)
         self._weights_spec = WeightsSpec(())
         self._weights_memory: memoryview | None = None
         self._blocks: dict[tuple[Offer | None, int], Block] = {}
@@ -116,8 +119,12 @@ class Answers:
 
     def _stepped(self, call: int, infos: dict[str, Any]) -> Answer:
         objects = self._shard.host.objects()
-        reply = Stepped(call, values.dumps(infos) if infos else None, values.dumps(objects) if objects else None)
-        return reply, self._planes.results()
+        columns = values.dumps(objects) if objects else None
+        if type(infos) is FullInfos:
+            if self._slot_writer is not None and (generation := self._slot_writer.write(infos)):
+                return Stepped(call, None, columns, generation), ()
+            infos = complete(infos, len(self._planes.rewards))
+        return Stepped(call, values.dumps(infos) if infos else None, columns), self._planes.results()
 
     def _adopt(self, request: Adopt, weights: memoryview | None) -> Adopted:
         policy, self._weights_spec = unpickle(request.code)

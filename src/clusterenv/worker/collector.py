@@ -21,7 +21,7 @@ from clusterenv.wire.messages import ArraySpec
 from clusterenv.wire.planes import Planes
 from clusterenv.worker.episodes import EpisodeLedger
 from clusterenv.worker.host import Host
-from clusterenv.worker.infos import Infos, info_row
+from clusterenv.worker.infos import Infos, complete, info_row
 
 OnStep = Callable[[int], None]
 
@@ -157,7 +157,7 @@ class Collector:
             for step in range(num_steps):
                 self._host.observe_into([column[step + 1] for column in block.observations])
                 actions = self._decide([column[step] for column in block.observations], block, step, values)
-                infos = self._host.step(actions, skips_finished=True)
+                infos = complete(self._host.step(actions, for_rollout=True), self._rows)
                 self._note(block, step, infos, finals)
                 if on_step is not None:
                     on_step(step + 1)
@@ -177,7 +177,7 @@ class Collector:
         observations: list[Any] = list(self._planes.observations)
         decision = self._act(observations, values)
         actions = self._checked_actions(decision)
-        infos = self._host.step(self._single(actions))
+        infos = complete(self._host.step(self._single(actions)), self._rows)
         self.account()
         version = np.full(self._rows, self.version, np.int64)
         return {**infos, "action": self._actions.nest(actions), **decision.extras, "policy_version": version}

@@ -18,7 +18,7 @@ from clusterenv.wire.assignment import Assignment, EnvFactory
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.planes import Planes
 from clusterenv.worker.columns import Columns
-from clusterenv.worker.infos import Infos, add_info
+from clusterenv.worker.infos import Gathering, Infos
 from clusterenv.worker.making import make_env
 from clusterenv.worker.mishaps import Mishaps
 
@@ -42,12 +42,13 @@ class Host(Protocol):
     def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> Infos:
         """Reset all environments, or those in the mask, filling the planes."""
 
-    def step(self, actions: Iterable[Any] | None, *, skips_finished: bool = False) -> Infos:
+    def step(self, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
         """Step every environment once, filling the planes.
 
         Args:
             actions: One an environment; None takes those in the planes.
-            skips_finished: Without autoreset, leave finished environments alone instead of raising.
+            for_rollout: Of the infos keep only those of episodes that end, and, without autoreset, leave finished
+                environments alone instead of raising.
         """
 
     def truncate(self) -> None:
@@ -90,7 +91,6 @@ class EnvHost:
         self._pending = [False] * self._rows
         self._seeds: Sequence[int | None] = [None] * self._rows  # Of the last reset of all.
         self._next_seeds: list[int | None] = [None] * self._rows  # Of the next resets by themselves.
-        self._skips_finished = False
         self._resting: dict[int, Any] = {}  # Without autoreset: the last observations of finished environments.
         self._attributes: dict[str, Sequence[Any]] = {}
         self._layout = Layout(assignment.observation_space)
@@ -99,6 +99,7 @@ class EnvHost:
         self._shown: Sequence[NDArray[Any] | None] = self._targets
         self._columns = Columns(self._layout, planes.observations, self._rows)
         self._actions = _ActionReader(assignment.action_space, planes.actions, self._rows)
+        self._infos = Gathering(self._rows)
         self._waiting: list[Any] = [None] * self._rows
         forgives = assignment.on_env_error == "reset"
         self._mishaps = Mishaps(self._rows, assignment.start, forgives=forgives)
@@ -120,7 +121,7 @@ class EnvHost:
 
     def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> Infos:
         """Reset all environments, or those in the mask; rows that are not reset keep their observation."""
-        infos: Infos = {}
+        add_info = self._infos.begin()
         if mask is None:
             self._seeds = seeds
         for row, (env, seed) in enumerate(zip(self._envs, self._choose(seeds), strict=True)):
@@ -139,15 +140,14 @@ class EnvHost:
             self._pending[row], self._next_seeds[row] = False, None
             self._planes.terminations[row] = self._planes.truncations[row] = False
             if info:
-                add_info(infos, info, row, self._rows)
+                add_info(row, info)
         self.failed_row = None
-        return infos
+        return self._infos.end()
 
-    def step(self, actions: Iterable[Any] | None, *, skips_finished: bool = False) -> Infos:
+    def step(self, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
         """Step every environment once, resetting as the autoreset mode has it."""
-        self._skips_finished = skips_finished
         self._mishaps.step += 1
-        return self._step(self._actions.read() if actions is None else actions)
+        return self._step(self._actions.read() if actions is None else actions, not for_rollout)
 
     def truncate(self) -> None:
         """Take all episodes for finished."""
@@ -206,9 +206,9 @@ class EnvHost:
     # lists, flags are written only where they are true, and rewards once per step. After an exception that is
     # forgiven, the loop over `pairs` goes on with the next environment.
 
-    def _step_next(self, actions: Iterable[Any]) -> Infos:
+    def _step_next(self, actions: Iterable[Any], wants_all: bool) -> Infos:
         put, flat, slices, pending = self._put, self._columns.flat, self._columns.slices, self._pending
-        infos, rewards, seeds = Infos(), [0.0] * self._rows, self._next_seeds
+        add_info, rewards, seeds = self._infos.begin(), [0.0] * self._rows, self._next_seeds
         terminations, truncations = self._clear_flags()
         pairs, row = enumerate(zip(self._envs, actions, strict=True)), 0
         while True:
@@ -231,8 +231,8 @@ class EnvHost:
                         except (TypeError, ValueError):
                             self._put_slowly(row, observation)
                             flat = None
-                    if info:
-                        add_info(infos, info, row, self._rows)
+                    if info and (wants_all or pending[row]):
+                        add_info(row, info)
                 break
             except BaseException as error:
                 if not self._forgive(row, error):
@@ -244,13 +244,13 @@ class EnvHost:
                     observation, info = self._truncate_row(row, rewards)
                     pending[row] = True
                 put(row, observation)
-                add_info(infos, info, row, self._rows)
+                add_info(row, info)
         self._planes.rewards[:] = rewards
         self._write_waiting()
-        return infos
+        return self._infos.end()
 
-    def _step_same(self, actions: Iterable[Any]) -> Infos:
-        put, infos = self._put, Infos()
+    def _step_same(self, actions: Iterable[Any], wants_all: bool) -> Infos:
+        put, add_info = self._put, self._infos.begin()
         rewards: list[Any] = [0.0] * self._rows
         terminations, truncations = self._clear_flags()
         pairs, row = enumerate(zip(self._envs, actions, strict=True)), 0
@@ -262,29 +262,29 @@ class EnvHost:
                         terminations[row], truncations[row] = terminated, truncated
                         # A copy: environments may write the next episode into the same buffer.
                         final = {"final_obs": copy.deepcopy(observation), "final_info": info}
-                        add_info(infos, final, row, self._rows)
+                        add_info(row, final)
                         observation, info = env.reset()
                     put(row, observation)
-                    if info:
-                        add_info(infos, info, row, self._rows)
+                    if info and wants_all:
+                        add_info(row, info)
                 break
             except BaseException as error:
                 if not self._forgive(row, error):
                     raise
                 if not (terminations[row] or truncations[row]):
                     observation, info = self._truncate_row(row, rewards)
-                    add_info(infos, {"final_obs": observation, "final_info": info}, row, self._rows)
+                    add_info(row, {"final_obs": observation, "final_info": info})
                 observation, info = self._make_again(row)
                 put(row, observation)
-                add_info(infos, info, row, self._rows)
+                add_info(row, info)
         self._planes.rewards[:] = rewards
         self._write_waiting()
-        return infos
+        return self._infos.end()
 
-    def _step_disabled(self, actions: Iterable[Any]) -> Infos:
-        put, pending, infos = self._put, self._pending, Infos()
+    def _step_disabled(self, actions: Iterable[Any], wants_all: bool) -> Infos:
+        put, pending, add_info = self._put, self._pending, self._infos.begin()
         rewards: list[Any] = [0.0] * self._rows
-        if any(pending) and not self._skips_finished:
+        if any(pending) and wants_all:
             self.failed_row = pending.index(True)
             raise ResetNeeded(
                 "An environment that has finished was stepped with autoreset_mode=DISABLED. "
@@ -303,8 +303,8 @@ class EnvHost:
                         self._resting[row] = copy.deepcopy(observation)
                         terminations[row], truncations[row], pending[row] = terminated, truncated, True
                     put(row, observation)
-                    if info:
-                        add_info(infos, info, row, self._rows)
+                    if info and (wants_all or pending[row]):
+                        add_info(row, info)
                 break
             except BaseException as error:
                 if not self._forgive(row, error):
@@ -312,10 +312,10 @@ class EnvHost:
                 observation, info = self._truncate_row(row, rewards)
                 self._resting[row], pending[row] = observation, True
                 put(row, observation)
-                add_info(infos, info, row, self._rows)
+                add_info(row, info)
         self._planes.rewards[:] = rewards
         self._write_waiting()
-        return infos
+        return self._infos.end()
 
     def _forgive(self, row: int, error: BaseException) -> bool:
         self.failed_row = row

@@ -2,19 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from clusterenv.wire.info_planes import FullInfos, fits
+
 Infos = dict[str, Any]
 
-# Where a value has exactly its array's type there is nothing to decide. MuJoCo's environments, for one, have four or
-# more numbers in the info of every step.
-_EXACT: dict[type, np.dtype[Any]] = {
-    cls: np.dtype(cls) for cls in (float, bool, int, np.float64, np.float32, np.int64, np.int32, np.bool_)
+# Where a value has exactly its array's type there is nothing to decide.
+_DTYPES: dict[type, np.dtype[Any]] = {
+    cls: np.dtype(cls) for cls in (float, bool, int, np.float64, np.float32, np.int64, np.int32, np.uint8)
 }
+_IMMUTABLE = frozenset((*_DTYPES, np.bool_, str, type(None)))  # Values that nobody can change afterwards.
 _INT_LIMIT = 2**63
+
+
+class Gathering:
+    """Gathers the infos of a step, row by row, and lays them out at the end exactly as `VectorEnv._add_info` does.
+
+    Infos of nothing but numbers, the same ones in every environment, become columns in one go: MuJoCo's environments,
+    for one, have four or more in every step.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._infos: Infos = {}
+        self._kept: list[tuple[int, Infos]] = []
+        self._were_full = False
+
+    def begin(self) -> Callable[[int, Infos], None]:
+        """Begin a step; returns what adds an environment's info, in the order in which Gymnasium would."""
+        self._infos = {}
+        self._kept.clear()
+        return self._keep if self._were_full else self._add
+
+    def end(self) -> Infos:
+        """Return the infos of all rows; as `FullInfos` if they are the same numbers in every row."""
+        self._were_full = False
+        if len(self._kept) == self._num_rows and not self._infos:
+            infos = self._gather_columns()
+            if infos is not None:
+                self._were_full = True
+                return infos
+        self._add_kept()
+        return self._infos
+
+    def _keep(self, row: int, info: Infos) -> None:
+        # To look at every value, as `_add` does, takes half as long as everything else here. A step in which numbers
+        # turn into something that can change is laid out right all the same, unless environments share that thing.
+        self._kept.append((row, info.copy()))
+
+    def _add(self, row: int, info: Infos) -> None:
+        if _IMMUTABLE.issuperset(map(type, info.values())):
+            self._kept.append((row, info.copy()))
+        else:
+            self._add_kept()
+            add_info(self._infos, info, row, self._num_rows)
+
+    def _gather_columns(self) -> FullInfos | None:
+        keys = list(self._kept[0][1])
+        rows = []
+        for row, (index, info) in enumerate(self._kept):
+            if index != row or list(info) != keys:
+                return None
+            rows.append(info.values())
+        columns = FullInfos()
+        for key, values in zip(keys, zip(*rows, strict=True), strict=True):
+            kinds = set(map(type, values))
+            dtype = _DTYPES.get(kinds.pop())
+            if dtype is None or kinds:
+                return None
+            try:
+                columns[key] = np.array(values, dtype)
+            except OverflowError:  # An int beyond 64 bits.
+                return None
+        return columns if fits(columns, self._num_rows) else None
+
+    def _add_kept(self) -> None:
+        for row, info in self._kept:
+            add_info(self._infos, info, row, self._num_rows)
+        self._kept.clear()
+
+
+def complete(infos: Infos, num_rows: int) -> Infos:
+    """Return infos with their masks, which `FullInfos` go without."""
+    if type(infos) is not FullInfos:
+        return infos
+    complete: Infos = {}
+    for key, column in infos.items():
+        complete[key], complete[f"_{key}"] = column, np.ones(num_rows, np.bool_)
+    return complete
 
 
 def add_info(infos: Infos, info: Infos, row: int, num_rows: int) -> None:
@@ -28,7 +108,7 @@ def add_info(infos: Infos, info: Infos, row: int, num_rows: int) -> None:
         known = infos.get(key)
         if (
             type(known) is np.ndarray
-            and known.dtype is _EXACT.get(type(value))
+            and known.dtype is _DTYPES.get(type(value))
             and known.ndim == 1
             and (type(value) is not int or -_INT_LIMIT <= value < _INT_LIMIT)
         ):

@@ -129,9 +129,9 @@ class _Worker:
             memory = None if request.memory is None else open_offer(request.memory)
             planes = _lay_planes(assignment, memory, request.start, request.stop)
             self._shard = Shard(assignment, planes)
-            self._answers = Answers(
-                assignment, self._shard, planes, self._channel.send, shares_memory=memory is not None
-            )
+            desk = None if memory is None else WorkerDesk(memory, self._worker_index)
+            names = None if desk is None else desk.names
+            self._answers = Answers(assignment, self._shard, planes, self._channel.send, names=names)
             self._shard.host.open()
         except Exception as error:  # noqa: BLE001 - a user's constructor may raise anything; it is reported
             self._channel.send(self._failure(request.call, error))
@@ -140,7 +140,7 @@ class _Worker:
         gc.collect()
         gc.freeze()
         self._channel.send(Ready(request.call, shares_memory=memory is not None))
-        self._channel.use(planes.actions, None if memory is None else WorkerDesk(memory, self._worker_index))
+        self._channel.use(planes.actions, desk)
         self._channel.stream(request.streams)
 
     def _answer(self, request: ShardRequest) -> None:

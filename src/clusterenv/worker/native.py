@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from clusterenv.errors import ConfigError, SpaceMismatch
 from clusterenv.wire.assignment import Assignment, VectorFactory
+from clusterenv.wire.info_planes import FullInfos, fits
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.planes import Planes
 from clusterenv.worker.host import EnvHost, Host
@@ -78,7 +79,7 @@ class VectorHost:
             self._planes.terminations[mask] = self._planes.truncations[mask] = False
         return _with_masks(infos, self._rows)
 
-    def step(self, actions: Iterable[Any] | None, *, skips_finished: bool = False) -> Infos:
+    def step(self, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
         """Step the vector environment once; it resets finished episodes by itself."""
         if self._is_truncated:
             return self._begin_again()
@@ -98,7 +99,9 @@ class VectorHost:
         self._planes.rewards[:] = rewards
         self._planes.terminations[:] = terminations
         self._planes.truncations[:] = truncations
-        return _with_masks(infos, self._rows)
+        if for_rollout and not (np.any(terminations) or np.any(truncations)):
+            return {}  # No episode ends here.
+        return FullInfos(infos) if fits(infos, self._rows) else _with_masks(infos, self._rows)
 
     def truncate(self) -> None:
         """Take all episodes for finished: the environment itself knows nothing of it."""
