@@ -176,7 +176,6 @@ def serve(ticket: Ticket, workers: range, recording: Recording) -> None:
             poller.register(worker.socket.source, zmq.POLLIN if listens else 0)
             num_left -= worker.is_done
     for worker in everyone.values():
-        worker.socket.events.close(linger=0)
         worker.socket.close()
     context.term()
 

@@ -124,7 +124,6 @@ def test_a_crowd_that_comes_and_goes_does_not_stop_the_heads_own_thread() -> Non
         stack.callback(head.close)
         worker = WorkerSocket(head.ticket)
         stack.callback(worker.close)
-        stack.callback(worker.events.close, 0)
         worker.send([b"hello"])
         assert listen(head)[1] == b"hello"
         for _ in range(2500):  # ZeroMQ's queue of events holds 2,000.
@@ -139,7 +138,6 @@ def test_a_worker_that_does_not_read_cannot_hold_up_the_head() -> None:
         stack.callback(head.close)
         worker = WorkerSocket(head.ticket)
         stack.callback(worker.close)
-        stack.callback(worker.events.close, 0)
         worker.send([b"hello"])
         peer, _ = listen(head)
         letter = bytes(50_000)

@@ -54,10 +54,6 @@ class Link:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.verdict = f"the head at {self._endpoint} does not know this ticket: it is another run's"
 
-    def close(self) -> None:
-        """Stop listening."""
-        self._events.close(linger=0)
-
     def _knock(self, now: float) -> None:
         """See whether anybody listens at the head's address, without saying a word."""
         address = urlsplit(self._endpoint)

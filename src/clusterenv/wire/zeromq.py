@@ -197,7 +197,7 @@ class WorkerSocket:
     """Connects to the head named in the ticket, and to nobody else.
 
     Attributes:
-        events: Tells of connections made, refused and ended; for one other thread to listen to, and to close.
+        events: Tells of connections made, refused and ended; for one other thread to listen to, until `end_events`.
     """
 
     def __init__(self, ticket: Ticket, context: zmq.Context[Any] | None = None) -> None:
@@ -244,7 +244,9 @@ class WorkerSocket:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close, giving what was sent last this long to leave."""
+        # In this order: ZeroMQ tells of the last event as soon as somebody listens, and waits for ever if nobody does.
         self.end_events()
+        self.events.close(linger=0)
         self._socket.close(linger=int(linger_s * 1000))
         if self._owns_context:
             self._context.term()

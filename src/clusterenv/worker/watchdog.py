@@ -48,7 +48,6 @@ class Watchdog:
         self._is_done.set()
         self._wake()
         self._thread.join()
-        self._link.close()
 
     def _watch(self) -> None:
         while not self._is_done.is_set():
