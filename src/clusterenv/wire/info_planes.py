@@ -70,7 +70,7 @@ class SlotWriter:
         self._names: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         self._columns: list[NDArray[Any]] = []
         # Anything but what a worker in this place has used before.
-        self._generation = secrets.randbelow(MAX_GENERATION // 2)
+        self._generation = secrets.randbelow(MAX_GENERATION)
 
     def write(self, infos: FullInfos) -> int:
         """Put infos into the slots; returns the generation of their names, or 0 if these are too long."""
@@ -89,7 +89,7 @@ class SlotWriter:
         self._box[_LENGTH.size : _LENGTH.size + len(data)] = data
         self._names = keys, dtypes
         self._columns = [_column(slot, code) for slot, code in zip(self._slots, dtypes, strict=False)]
-        self._generation += 1
+        self._generation = self._generation % (MAX_GENERATION - 1) + 1  # Never 0.
         return True
 
 

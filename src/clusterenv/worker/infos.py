@@ -91,10 +91,10 @@ def complete(infos: Infos, num_rows: int) -> Infos:
     """Return infos with their masks, which `FullInfos` go without."""
     if type(infos) is not FullInfos:
         return infos
-    complete: Infos = {}
+    whole: Infos = {}
     for key, column in infos.items():
-        complete[key], complete[f"_{key}"] = column, np.ones(num_rows, np.bool_)
-    return complete
+        whole[key], whole[f"_{key}"] = column, np.ones(num_rows, np.bool_)
+    return whole
 
 
 def add_info(infos: Infos, info: Infos, row: int, num_rows: int) -> None:
