@@ -354,3 +354,37 @@ def test_without_copies_the_answer_is_right_until_the_next_call(backend: Backend
         assert_same(ours.reset(seed=1), theirs.reset(seed=1))
         for step in range(10):
             assert_same(ours.step(np.full(3, step % 4)), theirs.step(np.full(3, step % 4)), f"step {step}")
+
+
+class Board:
+    """What environments of one process write to, all of them."""
+
+    scores = np.zeros(2)
+
+
+class Sharing(gym.Wrapper[Any, Any, Any, Any]):
+    """Returns numbers, and every third time the board, which the next environment to be stepped will change."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(World(infos="none", longest_episode=100))
+        self._index, self._count = index, 0
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        self._count += 1
+        Board.scores += self._index + 1
+        scores = Board.scores if self._count % 3 == 0 else float(Board.scores[0])
+        return (*self.env.step(action)[:4], {"scores": scores})
+
+
+def test_an_info_is_what_it_was_when_its_environment_returned_it() -> None:
+    makers: list[Factory] = [lambda index=index: Sharing(index) for index in range(4)]  # type: ignore[misc]
+    theirs = SyncVectorEnv(makers)
+    with ClusterEnv(makers, num_workers=0) as ours:
+        theirs.reset(seed=1)
+        ours.reset(seed=1)
+        for _ in range(7):
+            Board.scores = np.zeros(2)
+            their_answer = theirs.step(np.zeros(4, np.int64))
+            Board.scores = np.zeros(2)
+            assert_same(ours.step(np.zeros(4, np.int64)), their_answer)
+    theirs.close()

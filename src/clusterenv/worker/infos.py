@@ -31,34 +31,26 @@ class Gathering:
         self._num_rows = num_rows
         self._infos: Infos = {}
         self._kept: list[tuple[int, Infos]] = []
-        self._were_full = False
 
     def begin(self) -> Callable[[int, Infos], None]:
         """Begin a step; returns what adds an environment's info, in the order in which Gymnasium would."""
         self._infos = {}
         self._kept.clear()
-        return self._keep if self._were_full else self._add
+        return self._add
 
     def end(self) -> Infos:
         """Return the infos of all rows; as `FullInfos` if they are the same numbers in every row."""
-        self._were_full = False
         if len(self._kept) == self._num_rows and not self._infos:
             infos = self._gather_columns()
             if infos is not None:
-                self._were_full = True
                 return infos
         self._add_kept()
         return self._infos
 
-    def _keep(self, row: int, info: Infos) -> None:
-        # To look at every value, as `_add` does, takes half as long as everything else here. A step in which numbers
-        # turn into something that can change is laid out right all the same, unless environments share that thing.
-        self._kept.append((row, info.copy()))
-
     def _add(self, row: int, info: Infos) -> None:
         if _IMMUTABLE.issuperset(map(type, info.values())):
             self._kept.append((row, info.copy()))
-        else:
+        else:  # At once: another environment may write to the same thing.
             self._add_kept()
             add_info(self._infos, info, row, self._num_rows)
 
