@@ -11,7 +11,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from clusterenv.wire import messages, shared, values
 from clusterenv.wire.channel import Channel
+from clusterenv.wire.info_planes import SlotWriter
 from clusterenv.wire.messages import (
     PROTOCOL,
     Adopted,
@@ -34,10 +35,9 @@ from clusterenv.wire.messages import (
     Stepped,
 )
 from clusterenv.wire.versions import installed_versions
-from clusterenv.worker import __main__, loop
+from clusterenv.worker import __main__, answers, loop
 
 TRICKS_VARIABLE = "CLUSTERENV_TRICKS"
-PLANES_BYTES = 1 << 13  # Of a few environments, and some more.
 
 pack = msgspec.msgpack.encode
 
@@ -226,6 +226,16 @@ def _mailbox(channel: HostileChannel, reply: Any, arrays: Any) -> None:
     channel._desk.post(b"\xc1 is no message", reply.call, lambda _: None)  # type: ignore[union-attr]  # it shares memory
 
 
+class KnownSlots(SlotWriter):
+    """Knows where the slots for infos are."""
+
+    slots: ClassVar[NDArray[np.uint64]]
+
+    def __init__(self, slots: NDArray[np.uint64], box: memoryview) -> None:
+        super().__init__(slots, box)
+        KnownSlots.slots = slots
+
+
 def _names(data: bytes, generation: int = 1) -> Play:
     """Say that infos lie beside the planes, under these names."""
 
@@ -262,9 +272,7 @@ for _number, (_name, _data) in enumerate(NONSENSE_NAMES.items(), start=1):
 
 @trick("bools that are none")
 def _bools(channel: HostileChannel, reply: Any, arrays: Any) -> None:
-    desk: Any = channel._desk
-    memory = memoryview(desk.names.obj).cast("B")
-    memory[-PLANES_BYTES:] = b"\x07" * PLANES_BYTES  # They lie at its end.
+    KnownSlots.slots[:] = 0x0707070707070707
     _names(_sized(pack([["flag"], ["|b1"]])), 99)(channel, reply, arrays)
 
 
@@ -346,4 +354,5 @@ def _parts(channel: HostileChannel, reply: Any, arrays: list[NDArray[Any]]) -> N
 
 if __name__ == "__main__":
     vars(loop)["Channel"] = HostileChannel  # Of this process only: the worker's own code does the rest.
+    vars(answers)["SlotWriter"] = KnownSlots
     sys.exit(__main__.main())
