@@ -121,7 +121,7 @@ class SlotReader:
             first = self._names[0][1]
             if any(known != (generation, first) for known, generation in zip(self._names, generations, strict=True)):
                 return None
-            self._makers = list(_makers(self._slots, first))
+            self._makers = _makers(self._slots, first)
             self._common = generations
         return {key: make() for key, make in self._makers}
 
