@@ -266,6 +266,28 @@ def test_an_exception_in_the_policy_arrives_with_its_traceback_and_the_run_goes_
         assert envs.rollout(stumble, 2, when=False).num_steps == 2
 
 
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_after_an_exception_in_the_policy_episodes_go_on_where_they_stood(
+    backend: Backend, mode: AutoresetMode
+) -> None:
+    def stumble(obs: Any, day: int) -> Any:
+        if (obs[:, 2] == day).any():
+            raise KeyError("the policy stumbled")
+        return np.zeros(len(obs), np.int64)
+
+    with ClusterEnv(calendars(2), autoreset_mode=mode, **backend) as envs:
+        envs.reset(seed=1)
+        with pytest.raises((WorkerFailed, KeyError), match="the policy stumbled"):
+            envs.rollout(stumble, 4, day=2)
+        rollout = envs.rollout(stumble, 12, day=-1)
+    (first, second), episodes = rollout.obs[:2, :, 1:], rollout.episodes
+    assert (first[:, 1] == 2).any()
+    assert ((second - first == [0, 1]).all(axis=1) | (second == [first[0, 0] + 1, 0]).all(axis=1)).all()
+    assert len(episodes) > 4
+    assert (rollout.finals.obs[:, 2] == episodes.lengths).all()
+    assert (episodes.returns == episodes.lengths * (episodes.lengths + 1) / 2).all()
+
+
 def test_an_exception_in_an_environment_names_it(remote: Backend) -> None:
     class Fragile(gym.Wrapper[Any, Any, Any, Any]):
         def step(self, action: Any) -> Any:

@@ -131,6 +131,19 @@ def test_plain_agents_take_the_fast_way_on_workers_only(name: str, fast: bool, o
     assert not is_fast(head)  # The learner may replace its tensors at any time.
 
 
+def test_a_learners_agent_is_read_anew_each_time(obs: Obs) -> None:
+    agent = make("discrete")
+    head = as_policy(agent)
+    for _ in range(2):
+        with torch.no_grad():
+            truth = agent.actor(torch.from_numpy(obs)).numpy()
+        distribution = head.distribution(obs)
+        assert isinstance(distribution, Categorical)
+        np.testing.assert_allclose(distribution.logits, truth, rtol=1e-4, atol=1e-5)
+        agent.actor[-1].weight = nn.Parameter(torch.randn_like(agent.actor[-1].weight))
+        agent.actor[0].weight.data = torch.randn_like(agent.actor[0].weight)
+
+
 @pytest.mark.parametrize("kind", [SharedTrunk, Masked, Annealed, Decorated, MultiDiscrete, Clipping])
 def test_agents_that_do_more_than_call_their_networks_act_by_their_own_method(kind: type[Agent], obs: Obs) -> None:
     torch.manual_seed(0)

@@ -137,8 +137,8 @@ def _take(indices: ProbeIndices, tree: Tree) -> Tree:
 
 def _next_valid(steps: NDArray[np.int64], envs: NDArray[np.int64], valid: NDArray[np.bool_]) -> NDArray[np.int64]:
     moved = steps.copy()
-    for k, (step, env) in enumerate(zip(steps, envs, strict=True)):
-        if not valid[step, env] and (candidates := np.flatnonzero(valid[:, env])).size:
-            later = candidates[candidates > step]
+    for k in np.flatnonzero(~valid[steps, envs]).tolist():
+        if (candidates := np.flatnonzero(valid[:, envs[k]])).size:
+            later = candidates[candidates > steps[k]]
             moved[k] = later[0] if later.size else candidates[-1]
     return moved

@@ -152,22 +152,36 @@ class Collector:
         self._errors: list[list[Any]] = []
         for column, plane in zip(block.observations, self._planes.observations, strict=True):
             column[0] = plane
-        self._ledger.clear()
+        self._last_infos: dict[tuple[int, int], Infos] = {}
+        made = 0
         try:
             for step in range(num_steps):
                 self._host.observe_into([column[step + 1] for column in block.observations])
                 actions = self._decide([column[step] for column in block.observations], block, step, values)
                 infos = complete(self._host.step(actions, for_rollout=True), self._rows)
                 self._note(block, step, infos, finals)
+                made = step + 1
                 if on_step is not None:
-                    on_step(step + 1)
+                    on_step(made)
         finally:
+            # Also if the policy has raised: another may go on from here.
             self._host.observe_into(self._planes.observations)
-        for column, plane in zip(block.observations, self._planes.observations, strict=True):
-            plane[...] = column[num_steps]  # type: ignore[index]  # no leaf of objects gets this far
+            for column, plane in zip(block.observations, self._planes.observations, strict=True):
+                plane[...] = column[made]  # type: ignore[index]  # no leaf of objects gets this far
+            done = (block.terminations | block.truncations)[:made]
+            episodes = self._ledger.add(block.rewards[:made], block.valid[:made], done)
         self._keep_probes(block, number)
         return {
-            "episodes": self._ledger.finished(),
+            "episodes": {
+                "row": episodes.row,
+                "step": episodes.step,
+                "return": episodes.return_,
+                "length": episodes.length,
+                "info": [
+                    self._last_infos.get(end, {})
+                    for end in zip(episodes.step.tolist(), episodes.row.tolist(), strict=True)
+                ],
+            },
             "finals": _stack_finals(finals, len(self._observations.leaves)),
             "errors": self._errors,
         }
@@ -196,7 +210,7 @@ class Collector:
         """Count a step that is not part of a rollout."""
         taken = ~self._pending
         done = (self._planes.terminations | self._planes.truncations) & taken
-        self._ledger.add(0, self._planes.rewards, taken, done, lambda row: {})
+        self._ledger.add(self._planes.rewards[None], taken[None], done[None])
         self._advance(taken, done)
         self._probes.clear()
 
@@ -232,11 +246,12 @@ class Collector:
         block.truncations[step] = planes.truncations & taken
         done = block.terminations[step] | block.truncations[step]
         is_same_step = self._mode is AutoresetMode.SAME_STEP
-        last = infos.get("final_info", {}) if is_same_step else infos
-        self._ledger.add(step, planes.rewards, taken, done, lambda row: info_row(last, row))
-        if is_same_step and done.any():
-            for row in np.flatnonzero(done).tolist():
-                finals.append((step, row, self._observations.flatten(infos["final_obs"][row])))
+        if (infos or is_same_step) and np.count_nonzero(done):
+            last = infos.get("final_info", {}) if is_same_step else infos
+            for row in done.nonzero()[0].tolist():
+                self._last_infos[step, row] = info_row(last, row)
+                if is_same_step:
+                    finals.append((step, row, self._observations.flatten(infos["final_obs"][row])))
         self._advance(taken, done)
 
     def _advance(self, taken: NDArray[np.bool_], done: NDArray[np.bool_]) -> None:
@@ -271,7 +286,7 @@ class Collector:
             array = np.asarray(part)
             wanted = (self._rows, *leaf.shape)
             assert leaf.dtype is not None, "checked by the head: check_collectable"
-            if array.shape != wanted or not _fits(array, leaf.dtype):
+            if array.shape != wanted or not (array.dtype == leaf.dtype or _fits(array, leaf.dtype)):
                 raise PolicyError(
                     f"The policy's action{leaf} must have shape {wanted} and a dtype that fits {leaf.dtype}, "
                     f"got shape {array.shape} of {array.dtype}. The action space is {self._batched_actions}."

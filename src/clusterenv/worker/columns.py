@@ -27,27 +27,30 @@ class ArrayColumn:
     def retarget(self, array: NDArray[Any]) -> None:
         """Write into another array of the same form from now on."""
         self._array = array
-        # All rows joined along their first axis: one call of numpy then fills them, and checks dtype and inner shape.
         self._joined: NDArray[Any] | None = None
-        if self._shape and array.size:
-            self._joined = array.view()
-            self._joined.shape = (-1, *self._shape[1:])  # Unlike reshape, this never makes a copy.
 
     def put_all(self, values: Sequence[Any]) -> bool:
         """Write every row at once; False if that is not possible, and `put` must find out which row is to blame."""
         try:
-            if self._joined is None:
+            if not self._array.size or not self._shape:
                 array = np.asarray(values)
                 if array.shape != self._array.shape or array.dtype not in self._known_dtypes:
                     return False
                 self._array[...] = array
             elif set(map(len, values)) == self._lengths:
-                np.concatenate(values, out=self._joined)
+                np.concatenate(values, out=self._join_rows())
             else:
                 return False
         except (TypeError, ValueError):
             return False
         return True
+
+    def _join_rows(self) -> NDArray[Any]:
+        """Join all rows along their first axis: one call of numpy then fills them, and checks dtype and inner shape."""
+        if self._joined is None:
+            self._joined = self._array.view()
+            self._joined.shape = (-1, *self._shape[1:])  # Unlike reshape, this never makes a copy.
+        return self._joined
 
     def put(self, row: int, value: Any) -> None:
         """Write one row.

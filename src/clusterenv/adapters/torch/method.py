@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,16 +16,13 @@ from clusterenv.adapters.torch.evaluation import (
     as_column,
     perturbed_copy,
 )
-from clusterenv.adapters.torch.mlp import compile_mlp
+from clusterenv.adapters.torch.networks import Networks, find_networks
 from clusterenv.adapters.torch.proof import is_plain
 from clusterenv.adapters.torch.reading import Prepare
 from clusterenv.adapters.torch.readout import Readout, capture, find_readout
 from clusterenv.errors import PolicyError
 from clusterenv.policy.distribution import Array, Call, Distribution, Floats
 from clusterenv.policy.policy import Decision, State, Tree, draw
-
-Networks: TypeAlias = Callable[[Array], tuple[Floats, Floats]]
-"""From observations `[n, features]` to the policy head's output `[n, outputs]` and the value `[n]`."""
 
 _FEW_ROWS = 16
 
@@ -64,14 +59,15 @@ class MethodReading:
         self._call_names = frozenset(p.name for p in further) - {"action"}
         self._is_studied = False
         self._readout: Readout | None = None
-        self._networks: Networks | None = None
+        self._is_direct = False
+        self._networks: Networks | None = None  # Kept only if the module is ours.
 
     def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
         """Decide by the networks, if they are known to be all there is, else by the agent's method."""
         if not self._is_studied:
             self._study(obs, state)
         if self._networks is not None and self._readout is not None and isinstance(obs, np.ndarray):
-            rows, values = self._networks(obs)
+            rows, values = self._networks.both(obs)
             return draw(self._readout.describe(rows, self._module), randomness.numpy, call, {"value": values})
         own_values = {name: value for name, value in call.items() if name in self._call_names}
         others = {name: value for name, value in call.items() if name not in own_values}
@@ -94,8 +90,10 @@ class MethodReading:
             self._study(obs, state)
         if self._readout is None:
             return None
-        if self._networks is not None and isinstance(obs, np.ndarray):
-            return self._readout.describe(self._networks(obs)[0], self._module)
+        # Found anew if the module is not ours: its owner may give it other memory at any time.
+        networks = self._networks or self._find_networks(obs)
+        if networks is not None and isinstance(obs, np.ndarray):
+            return self._readout.describe(networks.policy(obs), self._module)
         with self._evaluation.quiet(), Randomness(0).torch():
             _, outputs = self._run(obs, state, self._readout.paths)
             return self._readout.describe_outputs(outputs, self._module)
@@ -152,57 +150,24 @@ class MethodReading:
             action, logprob, value, _ = twin_reading._parse(answer)
             self._readout = find_readout(twin, outputs, action, logprob)
         self._is_studied = True
-        if self._readout is None or not self._is_own or self._given_prepare is not None:
-            return
-        if self._memory is not None or self._call_names:
+        if self._readout is None or self._given_prepare is not None or self._memory is not None or self._call_names:
             return
         if not isinstance(obs, np.ndarray) or not is_plain(self._module, self._method, _network_names(self._module)):
             return
-        trial = _direct_networks(twin, self._readout.path, is_flat=obs.ndim == 2)
+        trial = find_networks(twin, self._readout.path, is_flat=obs.ndim == 2)
         if trial is None:
             return
-        rows, values = trial(obs)
+        rows, values = trial.both(obs)
         same_rows = _is_close(rows, as_array(outputs[self._readout.path]))
-        if same_rows and _is_close(values, as_array(value).reshape(-1)):
-            self._networks = _direct_networks(self._module, self._readout.path, is_flat=obs.ndim == 2)
+        self._is_direct = same_rows and _is_close(values, as_array(value).reshape(-1))
+        if self._is_own:
+            self._networks = self._find_networks(obs)
 
-
-def _direct_networks(module: nn.Module, head: str, *, is_flat: bool) -> Networks | None:
-    """Chain `network`, if there is one, with the policy head and the critic.
-
-    Args:
-        module: The agent.
-        head: The submodule that is the policy head.
-        is_flat: Whether an observation is a vector; then plain networks are evaluated by numpy.
-    """
-    trunk = getattr(module, "network", nn.Identity())
-    policy, critic = getattr(module, head, None), getattr(module, "critic", None)
-    if not all(isinstance(part, nn.Module) for part in (trunk, policy, critic)):
-        return None
-    assert policy is not None
-    assert critic is not None
-    has_trunk = not isinstance(trunk, nn.Identity)
-    fast_trunk, fast_policy, fast_critic = compile_mlp(trunk), compile_mlp(policy), compile_mlp(critic)
-    if is_flat and fast_policy is not None and fast_critic is not None and (fast_trunk is not None or not has_trunk):
-
-        def by_numpy(obs: Array) -> tuple[Floats, Floats]:
-            columns: Floats = obs.T.astype(fast_policy.dtype, copy=False)
-            if fast_trunk is not None:
-                columns = fast_trunk(columns)
-            return fast_policy(columns).T, fast_critic(columns)[0]
-
-        return by_numpy
-
-    evaluation = Evaluation(module)
-
-    def by_torch(obs: Array) -> tuple[Floats, Floats]:
-        with evaluation.quiet():
-            hidden = trunk(evaluation.tensors(obs))
-            rows: Floats = as_array(policy(hidden)).astype(np.float32, copy=False)
-            value: Floats = as_array(critic(hidden)).astype(np.float32, copy=False)
-            return rows, value.reshape(len(rows), -1)[:, 0]
-
-    return by_torch
+    def _find_networks(self, obs: Tree) -> Networks | None:
+        """Return the module's networks, if they may be called directly."""
+        if not self._is_direct or self._readout is None or not isinstance(obs, np.ndarray):
+            return None
+        return find_networks(self._module, self._readout.path, is_flat=obs.ndim == 2)
 
 
 def _network_names(module: nn.Module) -> frozenset[str]:
