@@ -21,6 +21,7 @@ from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
 from clusterenv.wire.messages import PROTOCOL, Join
+from clusterenv.wire.semaphore import SIZE_BYTES, Chain, Semaphore
 from clusterenv.wire.ticket import Ticket
 from clusterenv.wire.versions import installed_versions
 from tests.launchers import OwnLauncher, start_module
@@ -185,6 +186,17 @@ def test_frames_fill_planes_completely_or_not_at_all(frames: list[bytes]) -> Non
         assert not planes[1].any()
     else:
         assert sizes == [16, 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no semaphores in shared memory elsewhere")
+def test_a_semaphore_that_a_worker_has_filled_keeps_no_other_from_being_posted() -> None:
+    memory = memoryview(bytearray(3 * SIZE_BYTES))
+    semaphores = [Semaphore(memory[index * SIZE_BYTES :], initialise=True) for index in range(3)]
+    memory[SIZE_BYTES : SIZE_BYTES + 4] = (2**31 - 1).to_bytes(4, sys.byteorder)
+    semaphores[1].post()
+    Chain(semaphores).post()
+    assert [each.try_wait() for each in semaphores] == [True, True, True]
+    assert [each.wait(0.0) for each in semaphores] == [False, True, False]
 
 
 def test_a_ticket_survives_the_way_through_an_environment_variable() -> None:

@@ -74,7 +74,7 @@ class Hub:
         self._is_open = False
         self._plain_desks: AllDesks | None = None
         self.generations: list[int] = []
-        self._plain: list[int] = []  # Not empty while a plain step is under way there.
+        self._plain: list[None] = []  # Not empty while a plain step is under way there.
         self._awaited: Sequence[Member] = self.members
         self._looked_at = 0.0
         self._owner_pid = os.getpid()

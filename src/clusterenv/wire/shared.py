@@ -228,6 +228,7 @@ class WorkerDesk:
         self.names = desk[_NAMES:]
         self._go = Semaphore(desk[_GO:], initialise=False)
         self._bell = Bell(memory, initialise=False)
+        self._is_busy = False
 
     @property
     def is_stopped(self) -> bool:
@@ -235,8 +236,9 @@ class WorkerDesk:
         return self._desk[_STOP] != 0
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a request, eagerly at first."""
-        return self._go.wait_eagerly(timeout_s, EAGER_S)
+        """Wait for a request, eagerly at first if the last wait was not in vain."""
+        self._is_busy = self._go.wait_eagerly(timeout_s, EAGER_S if self._is_busy else 0.0)
+        return self._is_busy
 
     def take(self) -> bytes | int:
         """Return the request that `wait` announced: its call if it is a plain step, b"" if it comes over the socket."""
