@@ -9,7 +9,6 @@ address of any.
 from __future__ import annotations
 
 import _multiprocessing  # type: ignore[import-not-found]  # typeshed has none
-import contextlib
 import ctypes
 import operator
 import os
@@ -32,10 +31,8 @@ class Semaphore:
     """A counting semaphore at a place in shared memory.
 
     Attributes:
-        release: Lets one waiter through.
-
-    Raises:
-        OSError: By any method: what is in the memory is no semaphore (any more).
+        acquire: What goes through: at once if that is possible, or after a wait if its first argument is true.
+        release: What lets one waiter through. Raises if the semaphore holds all it can.
     """
 
     def __init__(self, memory: memoryview, *, initialise: bool) -> None:
@@ -53,21 +50,23 @@ class Semaphore:
         lock = _SemLock._rebuild(address, _KIND_SEMAPHORE, _SemLock.SEM_VALUE_MAX, None)
         # It must never be freed: it would then call sem_close, which is for named semaphores only.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(lock))
-        self._acquire: Callable[..., bool] = lock.acquire
+        self.acquire: Callable[..., bool] = lock.acquire
         self.release: Callable[[], None] = lock.release
 
     def post(self) -> None:
         """Let one waiter through; a semaphore that holds all it can is left as it is."""
-        with contextlib.suppress(*_OVERFLOW):
+        try:  # noqa: SIM105 - this is quicker
             self.release()
+        except _OVERFLOW:
+            pass
 
     def try_wait(self) -> bool:
         """Go through if that is possible at once."""
-        return self._acquire(False)
+        return self.acquire(False)
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until let through; False if that took too long. Ctrl-C is heard."""
-        return self._acquire(True, timeout_s)
+        return self.acquire(True, timeout_s)
 
     def wait_eagerly(self, timeout_s: float, eager_s: float) -> bool:
         """Try again and again for `eager_s`, letting others run in between, and only then sleep.
@@ -75,7 +74,7 @@ class Semaphore:
         Falling asleep and being woken costs more than a short step takes. Yielding matters: where processes outnumber
         cores, one that holds its core while it looks keeps away the very process it waits for.
         """
-        acquire, give_way, clock = self._acquire, os.sched_yield, time.perf_counter
+        acquire, give_way, clock = self.acquire, os.sched_yield, time.perf_counter
         end = clock() + eager_s
         while not acquire(False):
             if clock() > end:

@@ -112,6 +112,7 @@ class Bell:
     def __init__(self, memory: memoryview, *, initialise: bool) -> None:
         self.open = Semaphore(memory, initialise=initialise)
         self.ring = Semaphore(memory[semaphore.SIZE_BYTES :], initialise=initialise)
+        self._take_token = self.open.acquire
 
     def expect(self, num_answers: int) -> None:
         """Await this many answers."""
@@ -120,7 +121,7 @@ class Bell:
 
     def answer(self) -> None:
         """Note one answer."""
-        if not self.open.try_wait():
+        if not self._take_token(False):
             self.ring.post()
 
     def silence(self) -> None:

@@ -117,6 +117,7 @@ class Columns:
             ObjectColumn(num_rows) if plane is None else ArrayColumn(leaf, plane)
             for leaf, plane in zip(layout.leaves, planes, strict=True)
         ]
+        self._items = [column.items for column in self._columns if isinstance(column, ObjectColumn)]
         self._has_vectors = layout.is_single and len(layout.leaves[0].shape) == 1
         size = layout.leaves[0].shape[0] if self._has_vectors else 0
         self.slices = [slice(row * size, (row + 1) * size) for row in range(num_rows)]
@@ -167,4 +168,4 @@ class Columns:
 
     def objects(self) -> list[list[Any]]:
         """Return the columns that have no fixed size."""
-        return [column.items for column in self._columns if isinstance(column, ObjectColumn)]
+        return self._items
