@@ -40,11 +40,14 @@ class Gathering:
 
     def end(self) -> Infos:
         """Return the infos of all rows; as `FullInfos` if they are the same numbers in every row."""
-        if len(self._kept) == self._num_rows and not self._infos:
-            infos = self._gather_columns()
-            if infos is not None:
-                return infos
-        self._add_kept()
+        if self._kept:
+            if (
+                len(self._kept) == self._num_rows
+                and not self._infos
+                and (columns := self._gather_columns()) is not None
+            ):
+                return columns
+            self._add_kept()
         return self._infos
 
     def _add(self, row: int, info: Infos) -> None:
