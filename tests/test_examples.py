@@ -142,8 +142,9 @@ def test_ppo_lstm_learns_what_only_a_memory_can_tell() -> None:
 def test_sac_learns() -> None:
     from examples import sac
 
-    args = sac.Args(total_timesteps=8_000, learning_starts=400, hidden=32, batch_size=128, num_workers=2, track=False)
-    assert improvement(sac.train(args), num_episodes=8) > 250
+    # Long enough to be sure of: a stream's rollouts depend on who was how fast.
+    args = sac.Args(total_timesteps=14_000, learning_starts=400, hidden=32, batch_size=128, num_workers=2, track=False)
+    assert improvement(sac.train(args), num_episodes=8) > 400
 
 
 def test_the_plain_loop_learns_and_gymnasiums_own_environments_learn_the_same() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -17,7 +17,6 @@ from clusterenv.head.conductor import Conductor
 from clusterenv.head.crew import Loss
 from clusterenv.head.remote import Remote
 from clusterenv.head.stream import Stream, StreamWish
-from clusterenv.inline import Inline, InlineStream
 from clusterenv.launchers.base import Launcher
 from clusterenv.launchers.local import LocalLauncher
 from clusterenv.plan import Plan
@@ -27,6 +26,9 @@ from clusterenv.rollout import Rollout
 from clusterenv.sample import ObservationMode, take_sample
 from clusterenv.start import Options, count_workers, start_workers
 from clusterenv.vector import BackedVectorEnv, Stepped
+
+if TYPE_CHECKING:  # Only who has no workers needs what workers are made of.
+    from clusterenv.inline import Inline, InlineStream
 
 
 class ClusterEnv(BackedVectorEnv):
@@ -124,6 +126,8 @@ class ClusterEnv(BackedVectorEnv):
 
         backend: Remote | Inline
         if self.num_workers == 0:
+            from clusterenv.inline import Inline
+
             plan = make_plan()
             backend = Inline(plan.assignment(0, self.num_envs))
         else:
@@ -260,7 +264,9 @@ class ClusterEnv(BackedVectorEnv):
         policy = self._policy_of(agent)
         if num_envs > self.num_envs:
             raise ConfigError(f"num_envs={num_envs}, but there are only {self.num_envs} environments.")
-        if isinstance(self._backend, Inline):
+        if not isinstance(self._backend, Remote):
+            from clusterenv.inline import InlineStream
+
             self._ensure_reset()
             self._stream = InlineStream(lambda current: self._conductor.rollout(policy, num_steps, current), values)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,10 @@ from clusterenv.errors import ConfigError
 from clusterenv.head.batch import ShardInfos, merge_infos
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.remote import Remote
-from clusterenv.inline import Inline
 from clusterenv.wire.layout import Layout
+
+if TYPE_CHECKING:
+    from clusterenv.inline import Inline
 
 Received = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
 

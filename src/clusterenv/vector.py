@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from clusterenv.actions import ActionWriter
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.remote import Remote
-from clusterenv.inline import Inline
 from clusterenv.resets import checked_mask, spread_seed
 from clusterenv.sample import Sample
 from clusterenv.wire.layout import Layout
+
+if TYPE_CHECKING:
+    from clusterenv.inline import Inline
 
 Stepped = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
 
