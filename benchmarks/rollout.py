@@ -22,7 +22,7 @@ from benchmarks.rounds import Schedule
 from benchmarks.step import Progress, measure, prepare_cache
 from benchmarks.tasks import make_env
 
-FULL = Schedule(rounds=7, seconds=1.5, warmup_s=0.3, trials=3, measures_idle=False)
+FULL = Schedule(rounds=7, seconds=1.5, warmup_s=0.3, trials=5, measures_idle=False)
 QUICK = Schedule(rounds=3, seconds=0.4, warmup_s=0.1, trials=0, measures_idle=False)
 
 
