@@ -46,6 +46,7 @@ _NAMES = _REPLY + _MAILBOX_BYTES
 _DESK_BYTES = _NAMES + BOX_BYTES
 _BELL_BYTES = 2 * semaphore.SIZE_BYTES
 
+_MOMENT_S = 0.1
 EAGER_S = 1e-3  # How long a worker looks for its next request before it sleeps; see docs/performance.md.
 
 
@@ -237,8 +238,11 @@ class WorkerDesk:
         return self._desk[_STOP] != 0
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a request, eagerly at first if the last wait was not in vain."""
-        self._is_busy = self._go.wait_eagerly(timeout_s, EAGER_S if self._is_busy else 0.0)
+        """Wait for a request, eagerly at first if the last wait was not in vain; for a moment at most.
+
+        A signal does not end the sleep, but may be a wish to go that the caller must see.
+        """
+        self._is_busy = self._go.wait_eagerly(min(timeout_s, _MOMENT_S), EAGER_S if self._is_busy else 0.0)
         return self._is_busy
 
     def take(self) -> bytes | int:

@@ -43,7 +43,7 @@ from clusterenv.worker.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-_LOOK_UP_S = 0.1  # How often an idle worker looks whether it was asked to go, or its head is gone.
+_LOOK_UP_S = 1.0  # How often an idle worker checks that its head still lives.
 
 
 def run_worker(ticket: Ticket, worker_index: int, leave: Leave) -> None:
