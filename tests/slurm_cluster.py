@@ -102,6 +102,10 @@ class SlurmCluster:
         """Return what Slurm calls the state of a job."""
         return self.run("squeue", f"--jobs={job_id}", "--states=all", "--noheader", "--format=%T")
 
+    def node_states(self) -> set[str]:
+        """Return what Slurm calls the states of the nodes; those that still end a job are completing."""
+        return set(self.run("sinfo", "--noheader", "--Node", "--format=%T").split())
+
     def wait_until_idle(self, deadline_s: float = 15.0) -> None:
         """Wait until no job is there, pending, running or ending, with all of its processes."""
         ends_at = time.monotonic() + deadline_s

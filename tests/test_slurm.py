@@ -234,9 +234,6 @@ def step_for_ever(envs: ClusterEnv) -> None:
         envs.step(np.zeros(envs.num_envs, np.int64))
 
 
-@pytest.mark.xfail(
-    strict=False, reason="on a machine that is busy otherwise, the second run at times fails or is ended like the first"
-)
 def test_workers_of_a_preempted_job_come_back(login: SlurmCluster, door: Door, tmp_path: Path) -> None:
     fleet = SlurmLauncher(nodes=2, partition="cpu", log_dir=tmp_path).launch(door.ticket, 2)
     try:
@@ -254,7 +251,9 @@ def test_workers_of_a_preempted_job_come_back(login: SlurmCluster, door: Door, t
         door.wait_until(lambda: login.state_of(urgent_id) == "RUNNING", fleet)
         login.run("scancel", urgent_id)
         door.wait_until(lambda: login.jobs() == [job_id], fleet)
-        login.run("scontrol", "update", f"job={job_id}", "StartTime=now")  # Slurm would let it wait for two minutes.
+        # Slurm would let it wait for two minutes, so that nothing is left of the first run, not even its SIGTERM.
+        door.wait_until(lambda: login.state_of(job_id) == "PENDING" and login.node_states() == {"idle"}, fleet)
+        login.run("scontrol", "update", f"job={job_id}", "StartTime=now")
         joins: list[Join] = []
         door.wait_until(lambda: bool(fleet.exits()) or len(joins) == 2, fleet, joins)
         assert fleet.exits() == {}, "the ends of the first run are not the second's"
