@@ -1,12 +1,14 @@
-# Everything a newcomer needs: `make demo` and `make test` install what they use into .venv by themselves.
+# Everything a newcomer needs: `make demo` and `make test` install what they use into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_SEEN := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PIP := $(PIP_SEEN) --quiet
+# Of the tests: one more than cores, since many only wait; more than four help little.
+PROCESSES ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); [ $$cores -ge 4 ] && echo 4 || echo $$((cores + 1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types tests bench guard fuzz clean
+.PHONY: help demo test quick check lint types tests bench guard fuzz clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,6 +17,9 @@ demo: $(VENV)/.demo  ## Install, and watch PPO learn to land on the moon: two mi
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
 test: tests  ## Install, and run the tests
+
+quick: $(VENV)/.dev  ## Run the quick tests: laws, codecs, supervisor, one real run for each transport
+	$(BIN)/python -m pytest -m quick -n $(PROCESSES) --dist loadgroup $(PYTEST_ARGS)
 
 check: lint types tests  ## Format, lint, types, architecture, tests: what CI runs
 
@@ -26,7 +31,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 tests: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.dev  ## Feed nonsense to the codecs for a while (SECONDS=60)
 	$(BIN)/python scripts/fuzz $(or $(SECONDS),60)

@@ -1,1 +1,1 @@
-"""Speed benchmarks of ClusterEnv and its peers; `python -m benchmarks.step` is the one to start with."""
+"""Speed benchmarks of ClusterEnv and its peers; `python -m benchmarks.peers.step` is the one to start with."""

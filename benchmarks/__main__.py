@@ -1,7 +1,7 @@
 """All that is compared with peers, one after the other, with charts: `python -m benchmarks`, or `make bench`.
 
-First stepping with given actions (`benchmarks.step`), then rollouts with a policy (`benchmarks.rollout`). Each prints
-its table, writes it to `benchmarks/results/`, and has its chart drawn. Run it on an otherwise idle machine.
+First stepping with given actions (`benchmarks.peers.step`), then rollouts with a policy (`benchmarks.peers.rollout`).
+Each prints its table, writes it to `benchmarks/results/`, and has its chart drawn. Run it on an otherwise idle machine.
 """
 
 import argparse
@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import charts, rollout, step
-from benchmarks.arena import ROOT
+from benchmarks.peers import charts, rollout, step
+from benchmarks.processes import ROOT
 
 PARTS = {"step": step.main, "rollout": rollout.main}
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     passed_on = [f"--out={arguments.out}", f"--cache={arguments.cache}", *(["--quick"] if arguments.quick else [])]
     for number, (name, run) in enumerate(PARTS.items(), start=1):
-        print(f"part {number} of {len(PARTS)}: python -m benchmarks.{name}", file=sys.stderr)
+        print(f"part {number} of {len(PARTS)}: python -m benchmarks.peers.{name}", file=sys.stderr)
         status = run(passed_on)
         if status != 0:
             return status

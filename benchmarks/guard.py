@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import cells, rollout_cells
-from benchmarks.arena import ROOT
-from benchmarks.cells import LOCKSTEP, Cell
-from benchmarks.report import describe_ratio
-from benchmarks.rounds import Schedule, Spread
-from benchmarks.step import Progress, measure, prepare_cache
+from benchmarks.peers import cells, rollout_cells
+from benchmarks.peers.cells import LOCKSTEP, Cell
+from benchmarks.peers.report import describe_ratio
+from benchmarks.peers.rounds import Schedule, Spread
+from benchmarks.peers.step import measure, prepare_cache
+from benchmarks.processes import ROOT
+from benchmarks.progress import Progress
 
 FIRST = Schedule(rounds=7, seconds=0.2, warmup_s=0.05)
 SECOND = Schedule(rounds=15, seconds=0.4, warmup_s=0.1)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.peers import PEERS, site_packages
+from benchmarks.peers.interpreters import PEERS, site_packages
 
 PACKAGES = ("clusterenv", "gymnasium", "numpy", "torch", "box2d", "ale-py", "mujoco", "envpool")
 

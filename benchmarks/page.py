@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.arena import ROOT
+from benchmarks.processes import ROOT
 
 
 def publish(lines: Sequence[str], load_before: float, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Process trees, read from /proc (so Linux only): who belongs to a contender, signals to all, and their CPU time."""
+"""The processes that are measured: the environment they start in, and, read from /proc, who belongs to one of them."""
 
 import contextlib
 import os
@@ -6,6 +6,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -83,3 +85,17 @@ def measure_machine_cpu() -> float:
     """Sum the CPU seconds that all processes of this machine have used so far."""
     user, nice, system, _idle, _iowait, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def child_environment() -> dict[str, str]:
+    """Build the environment of a contender: it finds this package, and libraries use one thread unless told."""
+    # Absolute, because contenders have another working directory.
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [str(ROOT), *(os.path.abspath(path) for path in inherited if path)]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "SDL_VIDEODRIVER": "dummy",
+        "PYTHONWARNINGS": "ignore",
+    }

@@ -162,7 +162,7 @@ def train(args: Args) -> list[float]:
             progress = num_made / (args.exploration_fraction * args.total_timesteps)
             epsilon = max(args.end_e, args.start_e + (args.end_e - args.start_e) * progress)
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1.0 - num_made / args.total_timesteps)
-            rollout = envs.rollout(q_network, args.num_steps, epsilon=epsilon)
+            rollout = envs.rollout(q_network, args.num_steps, values={"epsilon": epsilon})
             buffer.add(rollout.transitions())
             num_made += rollout.num_steps * rollout.num_envs
             returns += rollout.episodes.returns.tolist()

@@ -140,7 +140,7 @@ def train(args: Args) -> list[float]:
         num_made = 0
         envs.reset(seed=args.seed)
         batch_envs = args.batch_envs or args.num_envs
-        for rollout in envs.stream(agent, args.num_steps, num_envs=batch_envs, in_flight=args.in_flight):
+        for rollout in envs.stream(agent, args.num_steps, min_envs=batch_envs, in_flight=args.in_flight):
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1.0 - num_made / args.total_timesteps)
             num_made += rollout.num_steps * rollout.num_envs
             returns += rollout.episodes.returns.tolist()

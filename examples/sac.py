@@ -188,7 +188,7 @@ def train(args: Args) -> list[float]:
         num_made, num_gradients = 0, 0
         envs.reset(seed=args.seed)
         # Replay does not mind how old a policy was: whatever comes is learned from.
-        for rollout in envs.stream(actor, args.num_steps, num_envs=args.num_envs, max_lag=math.inf):
+        for rollout in envs.stream(actor, args.num_steps, min_envs=args.num_envs, max_lag=math.inf):
             buffer.add(rollout.transitions())
             num_made += rollout.num_steps * rollout.num_envs
             returns += rollout.episodes.returns.tolist()

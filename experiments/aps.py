@@ -1,8 +1,9 @@
 """The experiment of the APS paper: does a learner do as well when workers pull weights only now and then?
 
-    python -m experiments.aps                   PPO on LunarLander-v3: an hour on one core
-    python -m experiments.aps --learner dqn     DQN on CartPole-v1: half an hour on one core
-    python -m experiments.aps --quick           a try, in two minutes
+    python -m experiments.aps                          PPO on LunarLander-v3: an hour on one core
+    python -m experiments.aps --learner ppo-cartpole   PPO on CartPole-v1: half an hour on one core
+    python -m experiments.aps --learner dqn            DQN on CartPole-v1: half an hour on one core
+    python -m experiments.aps --quick                  a try, in two minutes
 
 Trains with every rule and every seed: pulling every update, when diverged by more than a threshold, and at fixed
 intervals. Each training has a process of its own with four workers. A finished training is a file in OUT/updates, and
@@ -34,10 +35,11 @@ from experiments.summary import match_period, summarize, to_table, write_runs, w
 
 ROOT = Path(__file__).resolve().parent.parent
 # Those of docs/experiment.md, which says how they were chosen.
-SEEDS = {"ppo": tuple(range(1, 6)), "dqn": tuple(range(1, 11))}
-THRESHOLDS = {"ppo": (0.05, 0.1, 0.2), "dqn": (1.0, 3.0)}
-PERIODS = {"ppo": (6,), "dqn": (80,)}
-QUICK_STEPS = {"ppo": 130_000, "dqn": 15_000}
+SEEDS = {"ppo": tuple(range(1, 6)), "ppo-cartpole": tuple(range(21, 26)), "dqn": tuple(range(1, 11))}
+THRESHOLDS = {"ppo": (0.05, 0.1, 0.2), "ppo-cartpole": (0.05,), "dqn": (1.0, 3.0)}
+PERIODS = {"ppo": (6,), "ppo-cartpole": (4, 5), "dqn": (80,)}
+PLAIN: Mapping[str, Sequence[float]] = {"ppo": (), "ppo-cartpole": (0.05,), "dqn": ()}
+QUICK_STEPS = {"ppo": 130_000, "ppo-cartpole": 32_000, "dqn": 15_000}
 
 
 class SettingsDiffer(Exception):
@@ -51,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rules = [EVERY, *(Rule(threshold=value) for value in arguments.thresholds)]
     rules += [Rule(period=value) for value in arguments.periods]
+    rules += [Rule(value, is_plain=True, is_protected=each) for value in arguments.plain for each in (True, False)]
     runs = [Run(rule, seed) for seed in arguments.seeds for rule in rules]
     folder = Folder(arguments.out)
     settings = replace(
@@ -78,14 +81,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--learner", choices=list(LEARNERS), default="ppo", help="default: ppo")
     parser.add_argument("--task", metavar="ID", help="a Gymnasium environment with vector observations and discrete "
-                        "actions; default: LunarLander-v3 for ppo, CartPole-v1 for dqn")  # fmt: skip
+                        "actions; default: LunarLander-v3 for ppo, CartPole-v1 for the others")  # fmt: skip
     parser.add_argument("--thresholds", nargs="*", type=float, metavar="KL",
                         help="of the adaptive rule, in nats per state; default: "
                         + describe_defaults(THRESHOLDS))  # fmt: skip
     parser.add_argument("--periods", nargs="*", type=int, metavar="K",
                         help="of the periodic rule, in updates; the table says which ones would pull as often as the "
                         "adaptive rules did; default: " + describe_defaults(PERIODS))  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, metavar="SEED", help="default: 1 to 5 for ppo, 1 to 10 for dqn")
+    parser.add_argument("--plain", nargs="*", type=float, metavar="KL",
+                        help="thresholds with which plain PPO is trained too, with AdaptiveSync's protections and "
+                        "without; default: " + describe_defaults(PLAIN))  # fmt: skip
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="SEED",
+                        help="default: 1 to 5 for ppo, 21 to 25 for ppo-cartpole, 1 to 10 for dqn")  # fmt: skip
     parser.add_argument("--steps", type=int, help="environment steps of a training; default: "
                         + describe_defaults({name: (kind().steps,) for name, kind in LEARNERS.items()}))  # fmt: skip
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="of each training; default: 4")
@@ -101,8 +108,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     fill_defaults(arguments)
     if min(arguments.jobs, arguments.workers, arguments.steps, *arguments.seeds, *arguments.periods) < 1:
         parser.error("--jobs, --workers, --steps, --seeds and --periods are at least 1")
-    if min(arguments.thresholds, default=1.0) <= 0:
-        parser.error("--thresholds are above 0")
+    if min((*arguments.thresholds, *arguments.plain), default=1.0) <= 0:
+        parser.error("--thresholds and --plain are above 0")
+    if arguments.plain and arguments.learner == "dqn":
+        parser.error("--plain is for ppo: DQN clips against no policy")
     return arguments
 
 
@@ -112,9 +121,11 @@ def fill_defaults(arguments: argparse.Namespace) -> None:
     if arguments.task is None:
         arguments.task = LEARNERS[learner]().task
     if arguments.thresholds is None:
-        arguments.thresholds = THRESHOLDS[learner][1:2] if is_quick else THRESHOLDS[learner]
+        arguments.thresholds = (THRESHOLDS[learner][1:2] or THRESHOLDS[learner]) if is_quick else THRESHOLDS[learner]
     if arguments.periods is None:
         arguments.periods = PERIODS[learner][:1] if is_quick else PERIODS[learner]
+    if arguments.plain is None:
+        arguments.plain = () if is_quick else PLAIN[learner]
     if arguments.seeds is None:
         arguments.seeds = SEEDS[learner][:2] if is_quick else SEEDS[learner]
     if arguments.steps is None:
@@ -125,7 +136,8 @@ def fill_defaults(arguments: argparse.Namespace) -> None:
 
 def describe_defaults(by_learner: Mapping[str, Sequence[float]]) -> str:
     """Write the values of each learner."""
-    return ", ".join(f"{' '.join(f'{value:g}' for value in values)} for {name}" for name, values in by_learner.items())
+    written = {name: " ".join(f"{value:g}" for value in values) or "none" for name, values in by_learner.items()}
+    return ", ".join(f"{values} for {name}" for name, values in written.items())
 
 
 def open_folder(folder: Folder, settings: Settings) -> None:
@@ -156,14 +168,14 @@ def report(runs: Sequence[Run], folder: Folder, settings: Settings) -> None:
     summaries = summarize(curves, settings.final_share)
     write_runs(folder.path / "runs.csv", summaries)
     write_summary(folder.path / "summary.csv", summaries)
-    learner = str(describe(settings)["learner"]).upper()
+    learner = str(describe(settings)["learner"]).partition("-")[0].upper()
     figures = draw_figures(folder.path, curves, summaries, f"{learner} on {settings.task}")
     print(f"{learner} on {settings.task}, {settings.steps} environment steps, {settings.num_workers} workers. Mean "
           f"over the seeds and its 95 % interval; the final return is that of the last {settings.final_share:.0%} of a "
           "run; pulls per worker after the first copy.\n")  # fmt: skip
     print(to_table(summaries) + "\n")
     for summary in summaries:
-        if summary.rule.threshold is not None:
+        if summary.rule.kind == "adaptive":
             print(f"As many pulls as {summary.rule.label}: --periods {match_period(summary)}")
     print(
         "\n"

@@ -30,7 +30,9 @@ def train(settings: DqnSettings, rule: SyncRule, seed: int) -> Generator[tuple[R
         num_gradients = 0
         for number in range(settings.num_rollouts):
             progress = number / settings.num_rollouts
-            rollout = envs.rollout(learner.q_network, settings.num_steps, epsilon=anneal_epsilon(settings, progress))
+            rollout = envs.rollout(
+                learner.q_network, settings.num_steps, values={"epsilon": anneal_epsilon(settings, progress)}
+            )
             yield rollout, envs.stats
             buffer.add(rollout.transitions())
             num_made = (number + 1) * settings.num_steps * settings.num_envs

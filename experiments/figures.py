@@ -21,10 +21,16 @@ if TYPE_CHECKING:
 
 # Of Okabe and Ito's palette, which colour-blind readers can tell apart: cold colours for thresholds, warm ones (and
 # dashes) for periods.
-THRESHOLD_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#8C6BB1")
-PERIOD_COLORS = ("#D55E00", "#E69F00", "#A6761D")
 EVERY_COLOR = "#000000"
-MARKERS = {"every": "s", "adaptive": "o", "periodic": "^"}
+PALETTES = {
+    "every": (EVERY_COLOR,),
+    "adaptive": ("#0072B2", "#56B4E9", "#009E73", "#8C6BB1"),
+    "periodic": ("#D55E00", "#E69F00", "#A6761D"),
+    "plain": ("#CC79A7",),
+    "unprotected": ("#999999",),
+}
+LINES = {"periodic": "--", "plain": "-.", "unprotected": ":"}
+MARKERS = {"every": "s", "adaptive": "o", "periodic": "^", "plain": "D", "unprotected": "x"}
 SMOOTHED_SHARE = 0.07  # Of a run: episodes are few in a stretch, and their returns scatter.
 
 
@@ -37,12 +43,11 @@ class Look:
     """
 
     def __init__(self, rule: Rule, rules: Sequence[Rule]) -> None:
-        kind = rule.name.partition("-")[0]
-        same = sorted((each for each in rules if each.name.startswith(kind)), key=order)
-        palette = {"every": (EVERY_COLOR,), "adaptive": THRESHOLD_COLORS, "periodic": PERIOD_COLORS}[kind]
+        same = sorted((each for each in rules if each.kind == rule.kind), key=order)
+        palette = PALETTES[rule.kind]
         self.color = palette[same.index(rule) % len(palette)]
-        self.line = "--" if kind == "periodic" else "-"
-        self.marker = MARKERS[kind]
+        self.line = LINES.get(rule.kind, "-")
+        self.marker = MARKERS[rule.kind]
 
 
 def order(rule: Rule) -> float:

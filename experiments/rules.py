@@ -8,31 +8,52 @@ from clusterenv import AdaptiveSync, EveryUpdate, PeriodicSync
 from clusterenv.policy import SyncRule
 from experiments.settings import Settings
 
+UNBOUNDED = 10**6  # Versions: more than any run makes.
+
 
 @dataclass(frozen=True)
 class Rule:
-    """When workers pull: every version, every `period`-th, or when diverged by more than `threshold`."""
+    """When workers pull, and what the learner clips against.
+
+    Args:
+        threshold: Pull when diverged by more than this; None for every version.
+        period: Pull every `period`-th version; None for every one.
+        is_plain: Whether the learner is plain PPO, which clips against the policy that made the data.
+        is_protected: Whether AdaptiveSync also pulls when the divergence stops growing, or at a lag.
+    """
 
     threshold: float | None = None
     period: int | None = None
+    is_plain: bool = False
+    is_protected: bool = True
+
+    @property
+    def kind(self) -> str:
+        """The rules that look alike in figures."""
+        if self.threshold is not None and self.is_plain:
+            return "plain" if self.is_protected else "unprotected"
+        return "adaptive" if self.threshold is not None else "every" if self.period is None else "periodic"
 
     @property
     def name(self) -> str:
         """A name for files."""
         if self.threshold is not None:
-            return f"adaptive-{self.threshold:g}"
+            return f"{self.kind}-{self.threshold:g}"
         return "every" if self.period is None else f"periodic-{self.period}"
 
     @property
     def label(self) -> str:
         """How tables and figures call it."""
         if self.threshold is not None:
-            return f"adaptive, threshold {self.threshold:g}"
+            suffix = {"plain": ", plain PPO", "unprotected": " without protections, plain PPO"}.get(self.kind, "")
+            return f"adaptive, threshold {self.threshold:g}{suffix}"
         return "every update" if self.period is None else f"periodic, every {ordinal(self.period)}"
 
     def make(self, settings: Settings) -> SyncRule:
         """Return what ClusterEnv takes."""
         if self.threshold is not None:
+            if not self.is_protected:
+                return AdaptiveSync(threshold=self.threshold, max_lag=UNBOUNDED, plateau=None)
             return AdaptiveSync(threshold=self.threshold, max_lag=settings.max_lag, plateau=settings.plateau)
         return EveryUpdate() if self.period is None else PeriodicSync(self.period)
 
@@ -43,8 +64,8 @@ EVERY = Rule()
 def read_rule(name: str) -> Rule:
     """Return the rule of a name."""
     kind, _, number = name.partition("-")
-    if kind == "adaptive":
-        return Rule(threshold=float(number))
+    if kind in ("adaptive", "plain", "unprotected"):
+        return Rule(float(number), is_plain=kind != "adaptive", is_protected=kind != "unprotected")
     return Rule(period=int(number)) if kind == "periodic" else EVERY
 
 

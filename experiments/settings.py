@@ -25,7 +25,7 @@ class Settings:
     num_workers: int = 4
     num_envs: int
     num_steps: int
-    learning_rate: float  # Falls to 0 over the run.
+    learning_rate: float
     discount: float = 0.99
     max_lag: int = 20
     plateau: float | None = 0.5
@@ -50,11 +50,29 @@ class PpoSettings(Settings):
     epochs: int = 6
     minibatch_size: int = 256
     reward_scale: float = 0.05
+    anneals: bool = True  # The learning rate falls to 0 over the run.
+
+
+@dataclass(frozen=True, kw_only=True)
+class CartPoleSettings(PpoSettings):
+    """PPO on CartPole with CleanRL's learning rate, epochs and size of a minibatch, without its annealing."""
+
+    task: str = "CartPole-v1"
+    steps: int = 200_000
+    num_envs: int = 64
+    num_steps: int = 125
+    learning_rate: float = 2.5e-4
+    epochs: int = 4
+    minibatch_size: int = 125
+    reward_scale: float = 1.0
+    anneals: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DqnSettings(Settings):
     """Double DQN that makes gradient steps after every step of the environments, so that every step has a new version.
+
+    Its learning rate falls to 0 over the run.
 
     The protections of AdaptiveSync are off: they are for learners that are held near the policy that made the data,
     and a learner from replay is not.
@@ -81,7 +99,11 @@ class DqnSettings(Settings):
     final_share: ClassVar[float] = 1 / 3
 
 
-LEARNERS: Mapping[str, type[PpoSettings] | type[DqnSettings]] = {"ppo": PpoSettings, "dqn": DqnSettings}
+LEARNERS: Mapping[str, type[PpoSettings] | type[DqnSettings]] = {
+    "ppo": PpoSettings,
+    "ppo-cartpole": CartPoleSettings,
+    "dqn": DqnSettings,
+}
 
 
 def describe(settings: Settings) -> dict[str, object]:

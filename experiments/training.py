@@ -35,7 +35,7 @@ def train(
 ) -> Generator[tuple[Rollout, Mapping[str, Any]], None, None]:
     """Train with the learner that the settings are for."""
     if isinstance(settings, PpoSettings):
-        return ppo.train(settings, rule.make(settings), seed)
+        return ppo.train(settings, rule.make(settings), seed, is_decoupled=not rule.is_plain)
     from experiments import dqn  # Needs what the examples need.
 
     return dqn.train(settings, rule.make(settings), seed)

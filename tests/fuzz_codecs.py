@@ -15,26 +15,29 @@ import numpy as np
 from gymnasium import spaces
 
 from clusterenv.errors import WireError
-from clusterenv.head.batch import ShardInfos, check_infos, merge_infos
+from clusterenv.head.infos import ShardInfos, check_infos, merge_infos
 from clusterenv.wire import messages, values
 from clusterenv.wire.messages import ArraySpec, Offer
 
 CALL = 7
 REQUESTS: list[messages.Request] = [
-    messages.Assign(CALL, 0, 2, b"code", Offer("/proc/1/fd/3", b"nonce")),
-    messages.Reset(CALL, [1, None], [True, False], None),
-    messages.Step(CALL, None),
+    messages.Assign(CALL, 0, 2, b"code"),
+    messages.Serve(CALL, b"spaces", Offer("/proc/1/fd/3", b"nonce"), Offer("/proc/1/fd/4", b"nonce")),
+    messages.Reset(CALL, 1, [1, None], [True, False], None),
+    messages.Step(CALL, 0, None),
     messages.Invoke(CALL, "render", b"arguments"),
     messages.SetAttribute(CALL, "name", b"values"),
     messages.Stop(),
     messages.Refused("why"),
     messages.Adopt(CALL, b"code", 1, None, 64, None),
     messages.Measure(CALL, 2, 3, "categorical", values.dumps({"logits": np.zeros((2, 2))})),
-    messages.Decide(CALL, None, b"values"),
+    messages.Decide(CALL, 1, None, b"values"),
     messages.Ping(),
-    messages.Truncate(CALL, b"seen"),
+    messages.Resume(CALL, 1, [3, 4], b"seen", [False, True]),
+    messages.Cancel(CALL),
 ]
 REPLIES: list[messages.Reply] = [
+    messages.Register(messages.PROTOCOL, 0, "k" * 40),
     messages.Join(messages.PROTOCOL, 0, 4711, "host", {"python": "3.11.2"}),
     messages.Ready(CALL, shares_memory=True),
     messages.Stepped(CALL, values.dumps({"x": np.zeros(2)}), None),
@@ -43,6 +46,8 @@ REPLIES: list[messages.Reply] = [
     messages.Adopted(CALL, [ArraySpec("logprob", "<f4", ())], [ArraySpec("hidden", "<f4", (8,))]),
     messages.Measured(CALL, 0.1, 0.01),
     messages.Part(CALL, 0, 16),
+    messages.Made(CALL, values.dumps({"render_mode": None})),
+    messages.Progress(CALL),
 ]
 VALUES: list[Any] = [
     {"count": 1, "name": "naïve", "nested": {"x": (1, 2.5, None, True)}, "bytes": b"\x00\xff"},

@@ -19,7 +19,6 @@ from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
 from clusterenv.wire import messages, shared, values
-from clusterenv.wire.channel import Channel
 from clusterenv.wire.info_planes import SlotWriter
 from clusterenv.wire.messages import (
     PROTOCOL,
@@ -35,7 +34,8 @@ from clusterenv.wire.messages import (
     Stepped,
 )
 from clusterenv.wire.versions import installed_versions
-from clusterenv.worker import __main__, answers, loop
+from clusterenv.worker import __main__, handler, loop
+from clusterenv.worker.channel import Channel
 
 TRICKS_VARIABLE = "CLUSTERENV_TRICKS"
 
@@ -223,7 +223,7 @@ def _too_many(channel: HostileChannel, reply: Any, arrays: Any) -> None:
 
 @trick("a nonsense mailbox")
 def _mailbox(channel: HostileChannel, reply: Any, arrays: Any) -> None:
-    channel._desk.post(b"\xc1 is no message", reply.call, lambda _: None)  # type: ignore[union-attr]  # it shares memory
+    channel._mailbox.post(b"\xc1 is no message", reply.call, lambda _: None)  # type: ignore[union-attr]  # it shares memory
 
 
 class KnownSlots(SlotWriter):
@@ -240,9 +240,9 @@ def _names(data: bytes, generation: int = 1) -> Play:
     """Say that infos lie beside the planes, under these names."""
 
     def play(channel: HostileChannel, reply: Any, arrays: Any) -> None:
-        desk: Any = channel._desk
-        desk.names[: len(data)] = data
-        desk.post_plain(reply.call, generation)
+        mailbox: Any = channel._mailbox
+        mailbox.names[: len(data)] = data
+        mailbox.post_plain(reply.call, generation)
 
     return play
 
@@ -283,9 +283,10 @@ def _infos_elsewhere(channel: HostileChannel, reply: Any, arrays: list[NDArray[A
 
 @trick("an overfull mailbox")
 def _overfull(channel: HostileChannel, reply: Any, arrays: Any) -> None:
-    desk: Any = channel._desk
-    struct.pack_into("<QQ", desk._desk, shared._REPLY, 2**40, reply.call)
-    desk._bell.answer()
+    mailbox: Any = channel._mailbox
+    mailbox._words[shared._REPLY_SIZE] = 2**40
+    mailbox._words[shared._REPLY_CALL] = reply.call
+    mailbox._bell.answer()
 
 
 @trick("a flood without an answer")
@@ -354,5 +355,5 @@ def _parts(channel: HostileChannel, reply: Any, arrays: list[NDArray[Any]]) -> N
 
 if __name__ == "__main__":
     vars(loop)["Channel"] = HostileChannel  # Of this process only: the worker's own code does the rest.
-    vars(answers)["SlotWriter"] = KnownSlots
+    vars(handler)["SlotWriter"] = KnownSlots
     sys.exit(__main__.main())

@@ -13,9 +13,12 @@ here and the conftest finds what they leave behind.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,28 +28,45 @@ import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
 
-from clusterenv import ClusterEnv, Timeouts
-from clusterenv.errors import WorkerLost
+from clusterenv import ClusterEnv, Faults, Timeouts
+from clusterenv.errors import LaunchError, WorkerLost
 from clusterenv.launchers.base import Fleet, Launcher
 from clusterenv.wire import messages
 from clusterenv.wire.address import choose_addresses
-from clusterenv.wire.messages import Join, Stop
+from clusterenv.wire.messages import Join, Register, Registered, Stop
 from clusterenv.wire.ticket import TICKET_VARIABLE, Ticket
 from clusterenv.wire.zeromq import HeadSocket
 from tests.conftest import descendants, wait_until_gone
+from tests.interruption import Interruption
 from tests.policies import Linear
 from tests.worlds import assert_same, make_factories
 
 NUM_WORKERS = 2
 DEADLINE_S = 30.0
+AT_ONCE_S = 0.05  # What a head has time for between two steps of its learner.
+
+# Runs another program; takes its time as long as a certain file exists.
+SLOW_PROGRAM = """#!{python} -IS
+import os, sys, time
+if os.path.exists({switch!r}):
+    time.sleep(2.0)
+os.execv({program!r}, [{program!r}, *sys.argv[1:]])
+"""
 
 
 class Door:
-    """The head's socket and no more of a head: sees workers join, and can tell them to stop."""
+    """The head's socket and no more of a head: sees workers join, and can tell them to stop.
+
+    Attributes:
+        longest_s: The longest time that the fleet took to answer while somebody waited for a worker.
+    """
 
     def __init__(self, address: str) -> None:
-        self._socket = HeadSocket(*choose_addresses(address, None, None), silence_s=10.0)
+        self.longest_s = 0.0
+        self._socket = HeadSocket(choose_addresses(address, None, None), silence_s=10.0)
         self.ticket = self._socket.ticket
+        self._keys: set[str] = set()
+        self._socket.authorised = self._keys
         self._peers: dict[int, bytes] = {}
 
     def await_join(self, fleet: Fleet) -> Join:
@@ -64,13 +84,20 @@ class Door:
         """Keep the door, as a head does while it waits."""
         ends_at = time.monotonic() + DEADLINE_S
         while not is_true():
+            self.longest_s = max(self.longest_s, time_call(fleet.exits), time_call(fleet.status))
             assert time.monotonic() < ends_at, f"in vain: {fleet.exits()} {fleet.status()} {fleet.log_tail(0)}"
             received = self._socket.receive(0.1)
-            if received is not None and joins is not None:
-                join = messages.decode_reply(received[1][0].buffer)
-                assert isinstance(join, Join)
-                self._peers[join.worker_index] = received[0]
-                joins.append(join)
+            if received is None:
+                continue
+            peer, frames = received
+            message = messages.decode_reply(frames[0].buffer)
+            if isinstance(message, Register):
+                self._keys.add(message.public_key)
+                self._socket.send(peer, [messages.encode(Registered())])
+            elif joins is not None:
+                assert isinstance(message, Join)
+                self._peers[message.worker_index] = peer
+                joins.append(message)
 
     def dismiss(self) -> None:
         """Tell all who joined to stop."""
@@ -87,6 +114,8 @@ class LauncherContract:
     address: ClassVar[str] = "127.0.0.1"  # Where the head listens for this launcher's workers.
     options: ClassVar[dict[str, Any]] = {}  # What ClusterEnv is told besides the launcher.
     deaths: ClassVar[tuple[str, ...]] = ("killed by SIGKILL",)  # How `exits` may describe a killed worker.
+    programs: ClassVar[tuple[str, ...]] = ()  # What the launcher runs, beside Python.
+    stride: ClassVar[int] = 1  # How many lines of a launch lie between those before which it is interrupted.
 
     def make_launcher(self, log_dir: Path) -> Launcher:
         """Return the launcher under test; it keeps its logs there."""
@@ -102,9 +131,24 @@ class LauncherContract:
         yield door
         door.close()
 
+    @pytest.fixture
+    def switch(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A file that, as long as it exists, makes all programs slow that the launcher runs."""
+        directory, switch = tmp_path / "slow", tmp_path / "switch"
+        directory.mkdir()
+        for name in self.programs:
+            program = shutil.which(name)
+            assert program is not None, name
+            (directory / name).write_text(
+                SLOW_PROGRAM.format(python=sys.executable, switch=str(switch), program=program)
+            )
+            (directory / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
+        return switch
+
     def open(self, launcher: Launcher, env: Any, num_envs: int | None = None, on_loss: str = "replace") -> ClusterEnv:
         timeouts = Timeouts(join_s=DEADLINE_S, call_s=DEADLINE_S)
-        options = {"launcher": launcher, "timeouts": timeouts, "on_loss": on_loss, **self.options}
+        options = {"launcher": launcher, "timeouts": timeouts, "faults": Faults(on_loss=on_loss), **self.options}
         return ClusterEnv(env, num_envs, num_workers=NUM_WORKERS, **options)
 
     def test_environments_step_as_in_one_process(self, launcher: Launcher) -> None:
@@ -189,6 +233,68 @@ class LauncherContract:
         finally:
             fleet.stop(0.0)
 
+    @pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL])
+    def test_the_head_is_never_kept_waiting(
+        self, launcher: Launcher, door: Door, switch: Path, fate: signal.Signals
+    ) -> None:
+        fleet = launcher.launch(door.ticket, NUM_WORKERS)
+        try:
+            joins = {join.worker_index: join for join in (door.await_join(fleet), door.await_join(fleet))}
+            switch.touch()
+            os.kill(joins[1].pid, fate)
+            if fate == signal.SIGKILL:
+                door.await_exit(fleet, 1)
+            assert time_call(lambda: fleet.restart(1)) < AT_ONCE_S
+            assert fleet.exits() == {}
+            assert door.await_join(fleet).pid != joins[1].pid
+            assert door.longest_s < AT_ONCE_S
+            assert wait_until_gone([joins[1].pid]) == []
+        finally:
+            switch.unlink(missing_ok=True)
+            fleet.stop(0.0)
+
+    def test_an_interrupt_while_it_starts_leaves_nothing(self, launcher: Launcher, door: Door) -> None:
+        line, has_come = 0, True
+        servers = set(descendants())
+        while has_come:
+            interruption = Interruption(line, "launchers/")
+            try:
+                with interruption:
+                    fleet = launcher.launch(door.ticket, NUM_WORKERS)
+                fleet.stop(0.0)
+                has_come = False
+            except KeyboardInterrupt:
+                assert wait_until_gone(sorted(set(descendants()) - servers)) == [], f"before line {line}"
+            assert interruption.has_come == has_come
+            line += self.stride
+        assert line > 20, "a launch has as many lines"
+
+    def test_a_stop_that_is_interrupted_can_be_repeated(self, launcher: Launcher, door: Door) -> None:
+        fleet = launcher.launch(door.ticket, NUM_WORKERS)
+        pids = [door.await_join(fleet).pid for _ in range(NUM_WORKERS)]
+        os.kill(pids[0], signal.SIGSTOP)
+        for line in (0, 3, 10, 20, 40):
+            with suppress(KeyboardInterrupt), Interruption(line, "launchers/"):
+                fleet.stop(0.0)
+        fleet.stop(0.0)
+        assert wait_until_gone(pids) == []
+
+    def test_two_runs_keep_their_logs_apart(self, launcher: Launcher, door: Door, tmp_path: Path) -> None:
+        fleets = []
+        try:
+            for _ in range(2):
+                fleets.append(launcher.launch(door.ticket, 1))
+                door.await_join(fleets[-1])
+        finally:
+            for fleet in fleets:
+                fleet.stop(0.0)
+        assert len([path for path in (tmp_path / "logs").rglob("*") if path.is_file()]) == 2
+
+    def test_logs_that_cannot_be_written_are_refused(self, tmp_path: Path, door: Door) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(LaunchError, match=r"Cannot keep .*Name a directory"):
+            self.make_launcher(tmp_path / "file" / "logs").launch(door.ticket, 1)
+
     def test_a_worker_that_cannot_start_says_why(self, launcher: Launcher, door: Door) -> None:
         nowhere = msgspec.structs.replace(door.ticket, endpoint="tcp://nowhere in particular")
         fleet = launcher.launch(nowhere, NUM_WORKERS)
@@ -250,6 +356,17 @@ class LauncherContract:
 def fleet_is_alive(pids: Any) -> bool:
     """Whether all these processes run."""
     return wait_until_gone(list(pids), 0.0) == list(pids)
+
+
+def time_call(call: Callable[[], object]) -> float:
+    """Return how many seconds a call took, without those in which other programs had the core."""
+    before = time.monotonic() - _waited_for_a_core_s()
+    call()
+    return time.monotonic() - _waited_for_a_core_s() - before
+
+
+def _waited_for_a_core_s() -> float:
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def tells_secret(text: bytes, ticket: Ticket) -> bool:

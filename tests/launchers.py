@@ -13,7 +13,8 @@ from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 class OwnLauncher:
     """The rest of a launcher for which only `launch` matters."""
 
-    num_workers: int | None = None
+    suggested_workers: int | None = None
+    queues: bool = False
     route_to: str | None = None
 
     def render(self, num_workers: int) -> str:

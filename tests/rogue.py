@@ -9,15 +9,40 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import zmq
 
-from clusterenv.wire import messages
-from clusterenv.wire.messages import PROTOCOL, Assign, Join, Ready, Reset, Returned, Step, Stepped, Stop
+from clusterenv.wire import messages, values
+from clusterenv.wire.messages import (
+    PROTOCOL,
+    Assign,
+    Join,
+    Made,
+    Ready,
+    Register,
+    Registered,
+    Reset,
+    Returned,
+    Serve,
+    Step,
+    Stepped,
+    Stop,
+)
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 from clusterenv.wire.versions import installed_versions
 
 NUM_ENVS = 2
+
+
+def describe() -> dict[str, Any]:
+    env = gym.make("CartPole-v1")
+    return {
+        "observation_spaces": [env.observation_space],
+        "action_space": env.action_space,
+        "metadata": {},
+        "render_mode": None,
+    }
 
 
 def main() -> None:
@@ -30,6 +55,12 @@ def main() -> None:
     socket.curve_secretkey = ticket.secret_key.encode()
     socket.connect(ticket.endpoint)
     index = int(os.environ[WORKER_VARIABLE])
+    public, secret = zmq.curve_keypair()
+    socket.send(messages.encode(Register(PROTOCOL, index, public.decode())))
+    assert isinstance(messages.decode_request(socket.recv()), Registered)
+    socket.disconnect(ticket.endpoint)
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.connect(ticket.endpoint)
     socket.send(messages.encode(Join(PROTOCOL, index, os.getpid(), "rogue", installed_versions())))
     rows: list[Any] = [
         np.full((NUM_ENVS, 4), 7, np.float32),
@@ -42,6 +73,8 @@ def main() -> None:
         if isinstance(request, Stop):
             break
         if isinstance(request, Assign):
+            socket.send(messages.encode(Made(request.call, values.dumps(describe()))))
+        elif isinstance(request, Serve):
             socket.send(messages.encode(Ready(request.call, shares_memory=False)))
         elif isinstance(request, Step | Reset):
             truth = messages.encode(Stepped(request.call, None, None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -16,11 +17,12 @@ from pathlib import Path
 import pytest
 from gymnasium.vector import SyncVectorEnv
 
-from clusterenv import ByHandLauncher, ClusterEnv, Timeouts
+from clusterenv import ByHandLauncher, ClusterEnv, Faults, Network, Timeouts
 from clusterenv.errors import ConfigError, LaunchError, WorkerLost
 from clusterenv.launchers.base import Fleet
 from clusterenv.launchers.by_hand import find_index
 from clusterenv.wire.ticket import Ticket
+from tests.conftest import guardian_of
 from tests.launchers import OwnLauncher
 from tests.policies import Linear
 from tests.sshd import Sshd, sshd
@@ -135,14 +137,14 @@ def test_a_launcher_starts_workers_for_a_head_that_waits(operate: Callable[..., 
 
 
 def test_policies_act_on_workers_started_by_hand(operate: Callable[..., Operator]) -> None:
-    with ClusterEnv("CartPole-v1", 4, num_workers=2, launcher=operate(), transport="zmq") as envs:
+    with ClusterEnv("CartPole-v1", 4, num_workers=2, launcher=operate(), network=Network(transport="zmq")) as envs:
         envs.reset(seed=1)
         rollout = envs.rollout(Linear(), num_steps=8)
     assert rollout.obs.shape == (8, 4, 4)
 
 
 def test_a_worker_that_dies_is_noticed_though_nobody_tells(operate: Callable[..., Operator]) -> None:
-    with ClusterEnv(make_factories(2), num_workers=2, launcher=operate(), on_loss="raise") as envs:
+    with ClusterEnv(make_factories(2), num_workers=2, launcher=operate(), faults=Faults(on_loss="raise")) as envs:
         envs.reset(seed=1)
         os.kill(envs.worker_pids[1], signal.SIGKILL)
         with pytest.raises(WorkerLost) as caught:
@@ -171,7 +173,7 @@ def test_a_worker_that_is_started_again_takes_over(
         *_, infos = envs.step([0, 0])
         assert infos["worker_lost"].tolist() == [False, True]
         assert envs.worker_pids[0] == old[0]
-        assert envs.worker_pids[1] == operator.processes[2].pid
+        assert guardian_of(envs.worker_pids[1]) == operator.processes[2].pid
 
 
 def test_the_head_says_what_to_start(caplog: pytest.LogCaptureFixture) -> None:
@@ -182,7 +184,7 @@ def test_the_head_says_what_to_start(caplog: pytest.LogCaptureFixture) -> None:
     ):
         ClusterEnv(make_factories(2), num_workers=2, launcher=ByHandLauncher(route_to=None), timeouts=timeouts)
     (command,) = [text for text in caplog.messages if "clusterenv worker --ticket" in text]
-    assert "start 2 worker(s) where tcp://127.0.0.1:" in command
+    assert re.search(r"start 2 worker\(s\) where ipc:///\S+/head can be reached", command)
     assert command.endswith("--index 0 and so on, up to --index 1")
 
 

@@ -1,4 +1,4 @@
-"""Short runs of benchmarks/chaos.py: every kind of fault in every place, while every transition is checked."""
+"""Short runs of `python -m chaos`: faults in every place and mode, while every transition is checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 def run_chaos(*arguments: str) -> None:
     """Run it; it ends with 0 only if all is well."""
-    command = [sys.executable, "-m", "benchmarks.chaos", "--workers=2", "--silence=2", *arguments]
+    command = [sys.executable, "-m", "chaos", "--workers=2", "--silence=2", *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -30,28 +30,31 @@ def run_chaos(*arguments: str) -> None:
     assert process.returncode == 0, said
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_nothing_is_inconsistent_while_workers_die_freeze_and_stumble(transport: str) -> None:
-    run_chaos("--seed=3", "--faults=6", "--seconds=8", f"--transport={transport}")
+transports = pytest.mark.parametrize("transport", ["shm", "zmq"])
 
 
-@pytest.mark.parametrize("workload", ["numbered", "stream"])
-def test_nothing_is_inconsistent_while_links_are_cut_delayed_and_lossy(workload: str) -> None:
+@transports
+def test_nothing_is_inconsistent_while_workers_die_and_freeze_and_the_head_is_interrupted(transport: str) -> None:
+    kinds = ("kill", "freeze", "SIGTERM", "segfault", "interrupted head")
+    run_chaos("--place=local", f"--transport={transport}", "--seed=3", "--faults=12", "--kinds", *kinds)
+
+
+@transports
+def test_nothing_is_inconsistent_while_environments_hang_raise_oddly_and_fill_the_disk(transport: str) -> None:
+    kinds = ("hung environment", "odd exception", "full disk")
+    run_chaos("--place=local", f"--transport={transport}", "--seed=3", "--faults=12", "--kinds", *kinds)
+
+
+def test_nothing_is_inconsistent_while_links_are_cut_delayed_and_lossy() -> None:
     hosts.require(*hosts.PROGRAMS)
-    run_chaos(
-        "--place=hosts",
-        f"--workload={workload}",
-        "--faults=4",
-        "--seconds=4",
-        "--kinds",
-        *("partition", "delay", "loss"),
-    )
+    run_chaos("--place=hosts", "--faults=4", "--modes", "step", "stream", "--kinds", "partition", "slow link")
 
 
 def test_nothing_is_inconsistent_while_slurm_ends_workers_steps_and_jobs() -> None:
     hosts.require(*hosts.PROGRAMS, *slurm_cluster.PROGRAMS)
-    run_chaos("--place=slurm", "--faults=3", "--seconds=4", "--kinds", *("kill", "cancel step", "requeue"))
+    kinds = ("kill", "cancelled step", "requeued job")
+    run_chaos("--place=slurm", "--faults=3", "--modes", "step", "--kinds", *kinds)
 
 
-def test_steps_rollouts_and_streams_in_turn_hold_no_more_after_a_while_than_before() -> None:
-    run_chaos("--workload=soak", "--faults=0", "--seconds=10")
+def test_all_modes_in_turn_hold_no_more_after_a_while_than_before() -> None:
+    run_chaos("--place=local", "--transport=shm", "--faults=0", "--seconds=10")

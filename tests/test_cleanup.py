@@ -27,12 +27,13 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 START = """
 import json, os, signal, sys
-from clusterenv import ClusterEnv, Timeouts
+from clusterenv import ClusterEnv, Network, Timeouts
 from tests.worlds import TroubledWorld, World
 
 transport, gate = sys.argv[1:]
 hanging = lambda: TroubledWorld("step", "hang", gate=gate)
-envs = ClusterEnv([World, World, hanging], num_workers=2, transport=transport, timeouts=Timeouts(call_s=20, close_s=1))
+network, timeouts = Network(transport=transport), Timeouts(call_s=20, close_s=1)
+envs = ClusterEnv([World, World, hanging], num_workers=2, network=network, timeouts=timeouts)
 envs.reset(seed=1)
 print(json.dumps(envs.worker_pids), flush=True)
 """
@@ -85,7 +86,7 @@ def run(remote: Backend, tmp_path: Path) -> Iterator[Run]:
     scripts = []
 
     def start(source: str) -> Script:
-        scripts.append(Script(source, str(remote["transport"]), tmp_path / "gate"))
+        scripts.append(Script(source, remote["network"].transport, tmp_path / "gate"))
         return scripts[-1]
 
     yield start
@@ -170,20 +171,21 @@ envs.close()
     assert returncode == 0, err
 
 
-def test_ctrl_c_while_workers_start_leaves_nothing_behind(run: Run) -> None:
+def test_ctrl_c_while_workers_start_leaves_nothing_behind(run: Run, tmp_path: Path) -> None:
     source = """
-import sys
-from clusterenv import ClusterEnv
-from tests.worlds import World
+import signal, sys
+from clusterenv import ClusterEnv, Network
+
+transport, gate = sys.argv[1:]
 
 def make():
-    print("making", flush=True)
-    return World()
+    open(gate, "w").close()
+    signal.pause()
 
-ClusterEnv([make] * 3, num_workers=2, transport=sys.argv[1])
+ClusterEnv([make] * 3, num_workers=2, network=Network(transport=transport))
 """
     script = run(source)
-    script.read_line()
+    open(tmp_path / "gate", "rb").close()  # Until a worker makes an environment.
     script.interrupt("group")
     returncode, _, err = script.finish()
     assert returncode == -signal.SIGINT

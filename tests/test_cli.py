@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from clusterenv.cli import LAUNCHERS, main
+from clusterenv.cli import LAUNCHERS, Recipe, add_options, main, make_launcher
 from clusterenv.errors import ConfigError
-from clusterenv.launchers.options import Recipe, add_options, make_launcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +63,8 @@ def test_options_become_the_fields_of_a_launcher(arguments: list[str], settings:
     assert parse(Recipes, *arguments) == Recipes(**settings)
 
 
-def test_a_value_that_is_no_number_is_named() -> None:
-    with pytest.raises(ConfigError, match="--hosts a=many: 'many' is no number"):
+def test_a_value_that_is_not_a_number_is_named() -> None:
+    with pytest.raises(ConfigError, match="--hosts a=many: 'many' is not a number"):
         parse(Recipes, "--hosts", "a=many")
 
 
@@ -81,7 +80,7 @@ def test_every_field_of_a_launcher_has_an_option_with_a_text(name: str, capsys: 
 
 
 def test_a_dry_run_shows_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "local", "--dry-run", "--num-workers", "2", "--threads-per-worker", "3"]) == 0
+    assert main(["launch", "local", "--dry-run", "--num-workers", "2", "--cpus", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert "OMP_NUM_THREADS=3" in lines[0]
@@ -110,7 +109,7 @@ def test_a_launch_needs_to_know_for_whom(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_mistake_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "ssh", "--dry-run", "--hosts", "a=0"]) == 2
-    assert capsys.readouterr().err == "clusterenv: SSHLauncher: a must get at least 1 worker, got 0.\n"
+    assert capsys.readouterr().err == "clusterenv: SSHLauncher.hosts: a must get at least 1 worker, got 0.\n"
 
 
 def test_the_module_is_the_command() -> None:

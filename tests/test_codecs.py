@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from clusterenv.wire import messages, values
 from clusterenv.wire.messages import PROTOCOL, Join
 from tests import fuzz_codecs, hostile
 from tests.test_values import VALUES
+
+pytestmark = pytest.mark.quick
 
 CHECKS = {check.__name__.removeprefix("check_"): (check, seeds) for check, seeds in fuzz_codecs.SEEDS}
 
@@ -106,5 +109,68 @@ def test_a_bool_from_the_wire_is_true_or_false() -> None:
 
 def test_text_that_holds_no_characters_is_refused() -> None:
     for order in "<>":
-        with pytest.raises(WireError, match="no character"):
+        with pytest.raises(WireError, match="not a character"):
             values.loads(hostile.extension(10, [f"{order}U1", [1], b"\xff\xff\xff\xff"]))
+
+
+def colliding_keys(kind: str) -> list[Any]:
+    """Return distinct keys that all have the same hash."""
+    match kind:
+        case "integers":
+            return [number * (2**61 - 1) for number in range(8, 5008)]
+        case "complex numbers":
+            return [complex(-1_000_003 * number, number) for number in range(2, 5002)]
+        case "tuples":
+            # -1 and -2 have the same hash.
+            return [tuple(-1 - (number >> bit & 1) for bit in range(13)) for number in range(5000)]
+    raise ValueError(kind)
+
+
+@pytest.mark.parametrize("kind", ["integers", "complex numbers", "tuples"])
+@pytest.mark.parametrize("container", [dict.fromkeys, set, frozenset])
+def test_keys_that_collide_are_refused_before_they_cost_quadratic_time(
+    container: Callable[[list[Any]], Any], kind: str
+) -> None:
+    keys = colliding_keys(kind)
+    assert len({hash(key) for key in keys}) == 1
+    with pytest.raises(WireError, match="same hash"):
+        values.loads(values.dumps(container(keys)))
+
+
+@pytest.mark.parametrize("kind", ["integers", "complex numbers", "tuples"])
+def test_a_map_whose_keys_may_collide_is_refused_if_it_is_large(kind: str) -> None:
+    # As no honest worker writes it: a MessagePack map with keys other than text.
+    pairs = b"".join(values.dumps(key) + b"\x00" for key in colliding_keys(kind))
+    for head in (b"\xdf" + (5000).to_bytes(4, "big"), b"\xde" + (5000).to_bytes(2, "big")):
+        for data in (head + pairs, values.dumps([b"before"])[:1] + head + pairs, extension_of(head + pairs)):
+            with pytest.raises(WireError, match="5000 entries"):
+                values.loads(data)
+
+
+def extension_of(payload: bytes) -> bytes:
+    return b"\xc9" + len(payload).to_bytes(4, "big") + b"\x01" + payload
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {str(number): number for number in range(10_000)},
+        [{str(number): number for number in range(count)} for count in (0, 15, 16, 255, 256, 257)] * 30,
+        [None, True, 1, -1, 200, -200, 2**15, -(2**15), 2**31, -(2**31), 2**63, -(2**63), 2**70, 0.5, "", "x" * 31]
+        * 500,
+        ["x" * size for size in (32, 255, 256, 70_000)] + [b"\xde" * size for size in (0, 1, 255, 256, 70_000)],
+        [np.zeros(size, np.uint8) for size in (0, 1, 100, 300, 70_000)] + [[0] * size for size in (15, 16, 70_000)],
+    ],
+    ids=["a large dict", "dicts", "scalars", "text and bytes", "arrays"],
+)
+def test_large_values_arrive_as_they_were_sent(value: Any) -> None:
+    received = values.loads(values.dumps(value))
+    assert len(values.dumps(value)) > 20_000
+    assert repr(received) == repr(value)
+
+
+def test_many_large_keys_that_do_not_collide_are_read() -> None:
+    source = random.Random(1)
+    expected = {source.getrandbits(200): number for number in range(5000)} | {2.0**n: n for n in range(-1000, 1000)}
+    assert values.loads(values.dumps(expected)) == expected
+    assert values.loads(values.dumps(set(expected))) == set(expected)

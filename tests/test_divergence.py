@@ -12,10 +12,17 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
-from clusterenv.policy.continuous import Deterministic, DiagonalGaussian, SquashedGaussian
-from clusterenv.policy.discrete import Bernoulli, Categorical, MultiCategorical, QValues
-from clusterenv.policy.distribution import Array, Distribution
-from clusterenv.policy.divergence import Custom, divergence
+from clusterenv.policy import (
+    Bernoulli,
+    Categorical,
+    Custom,
+    Deterministic,
+    DiagonalGaussian,
+    MultiCategorical,
+    QValues,
+    SquashedGaussian,
+)
+from clusterenv.policy.distribution import Array, Distribution, divergence
 
 Arrays = NDArray[np.float32]
 Maker = Callable[[np.random.Generator], Distribution]

@@ -13,8 +13,8 @@ import pytest
 
 from clusterenv import LocalLauncher
 from clusterenv.cli import main
+from clusterenv.doctor.diagnosis import Finding
 from clusterenv.doctor.examination import examine
-from clusterenv.doctor.finding import Finding
 from clusterenv.launchers.base import Fleet, Launcher
 from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
@@ -24,7 +24,7 @@ from tests.sshd import Sshd, sshd
 __all__ = ["sshd"]
 
 ALL = ["start", "python", "reach", "versions", "threads", "environment", "round trip", "bandwidth"]
-ONE_THREAD = LocalLauncher(threads_per_worker=1)
+ONE_THREAD = LocalLauncher(cpus=1)
 
 
 class Scripted(OwnLauncher):
@@ -131,7 +131,7 @@ def test_an_environment_that_is_only_here_is_found() -> None:
 
 
 def test_threads_that_exceed_the_cores_are_found() -> None:
-    found = findings(replace(ONE_THREAD, threads_per_worker=10_000))
+    found = findings(replace(ONE_THREAD, cpus=10_000))
     (failed,) = [finding for finding in found if not finding.is_ok]
     assert failed.subject == "threads"
     assert "1 worker with 10000 threads" in failed.text

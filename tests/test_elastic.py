@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from clusterenv import ClusterEnv, Timeouts
+from clusterenv import ClusterEnv, Faults, Network, Timeouts
 from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
@@ -49,7 +49,12 @@ class Gated(OwnLauncher):
 def test_a_stream_begins_with_those_who_are_there_and_takes_in_who_comes_later(transport: str, tmp_path: Path) -> None:
     launcher = Gated(tmp_path)
     with ClusterEnv(
-        "CartPole-v1", NUM_ENVS, num_workers=2, min_workers=1, launcher=launcher, transport=transport
+        "CartPole-v1",
+        NUM_ENVS,
+        num_workers=2,
+        faults=Faults(min_workers=1),
+        launcher=launcher,
+        network=Network(transport=transport),
     ) as envs:
         agent = Linear()
         with envs.stream(agent, 8) as stream:
@@ -65,7 +70,12 @@ def test_a_stream_begins_with_those_who_are_there_and_takes_in_who_comes_later(t
 def test_other_calls_wait_for_all(tmp_path: Path) -> None:
     launcher = Gated(tmp_path)
     with ClusterEnv(
-        "CartPole-v1", NUM_ENVS, num_workers=2, min_workers=1, launcher=launcher, timeouts=Timeouts(join_s=60)
+        "CartPole-v1",
+        NUM_ENVS,
+        num_workers=2,
+        faults=Faults(min_workers=1),
+        launcher=launcher,
+        timeouts=Timeouts(join_s=60),
     ) as envs:
         launcher.open()
         observations, _ = envs.reset(seed=1)
@@ -80,7 +90,12 @@ def test_other_calls_wait_for_all(tmp_path: Path) -> None:
 def test_a_worker_that_never_comes_is_named_by_the_call_that_needs_it(tmp_path: Path) -> None:
     launcher = Gated(tmp_path)
     with ClusterEnv(
-        "CartPole-v1", NUM_ENVS, num_workers=2, min_workers=1, launcher=launcher, timeouts=Timeouts(join_s=8)
+        "CartPole-v1",
+        NUM_ENVS,
+        num_workers=2,
+        faults=Faults(min_workers=1),
+        launcher=launcher,
+        timeouts=Timeouts(join_s=8),
     ) as envs:
         with pytest.raises(LaunchError, match="Missing: 1"):
             envs.reset(seed=1)
@@ -90,8 +105,8 @@ def test_a_worker_that_never_comes_is_named_by_the_call_that_needs_it(tmp_path: 
 
 def test_too_many_or_too_few_to_begin_with_are_refused() -> None:
     for wrong in (0, 3):
-        with pytest.raises(ConfigError, match="min_workers must be 1 to num_workers=2"):
-            ClusterEnv("CartPole-v1", NUM_ENVS, num_workers=2, min_workers=wrong)
+        with pytest.raises(ConfigError, match="min_workers"):
+            ClusterEnv("CartPole-v1", NUM_ENVS, num_workers=2, faults=Faults(min_workers=wrong))
 
 
 def test_a_worker_that_is_asked_to_leave_answers_first(remote: Backend, tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.numbered import EPISODE, INSTANCE, STEP, Fault, Numbered, make_numbered, read_rows
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from clusterenv import ClusterEnv, NativeVector
+from clusterenv import ClusterEnv, Faults, NativeVector
 from clusterenv.errors import ConfigError, WorkerFailed
 from tests.conftest import Backend
+from tests.numbered import EPISODE, INSTANCE, STEP, Fault, Numbered, make_numbered, read_rows
 from tests.worlds import World
 
 ACTIONS = np.zeros(3, np.int64)
@@ -36,7 +36,7 @@ def test_an_exception_in_a_step_truncates_its_episode_only(
     backend: Backend, mode: AutoresetMode, wide: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     makers = faulty(tmp_path, "step", 1, wide=wide)
-    with ClusterEnv(makers, **backend, autoreset_mode=mode, on_env_error="reset") as envs:
+    with ClusterEnv(makers, **backend, autoreset_mode=mode, faults=Faults(on_env_error="reset")) as envs:
         envs.reset(seed=1)
         before = read_rows(envs.step(ACTIONS)[0])
         with caplog.at_level(logging.WARNING):
@@ -74,7 +74,7 @@ def test_a_reset_that_fails_twice_makes_the_environment_anew_with_its_attributes
             return super().reset(**options)
 
     makers = [lambda: Numbered(0), lambda: Brittle(1), lambda: Numbered(2)]
-    with ClusterEnv(makers, **backend, autoreset_mode=mode, on_env_error="reset") as envs:
+    with ClusterEnv(makers, **backend, autoreset_mode=mode, faults=Faults(on_env_error="reset")) as envs:
         first = read_rows(envs.reset(seed=1)[0])
         envs.set_attr("tag", ["a", "b", "c"])
         for _ in range(30):
@@ -90,7 +90,7 @@ def test_a_reset_that_fails_twice_makes_the_environment_anew_with_its_attributes
 
 
 def test_an_exception_in_the_first_reset_is_survived(backend: Backend, tmp_path: Path) -> None:
-    with ClusterEnv(faulty(tmp_path, "reset", 0), **backend, on_env_error="reset") as envs:
+    with ClusterEnv(faulty(tmp_path, "reset", 0), **backend, faults=Faults(on_env_error="reset")) as envs:
         observations, infos = envs.reset(seed=1)
         assert infos["_env_error"].tolist() == [False, True, False]
         assert read_rows(observations)[:, STEP].tolist() == [0, 0, 0]
@@ -101,7 +101,7 @@ def test_an_exception_in_the_first_reset_is_survived(backend: Backend, tmp_path:
 @pytest.mark.parametrize("place", ["step", "reset"])
 def test_an_environment_that_always_fails_ends_the_run(remote: Backend, place: Any) -> None:
     makers = make_numbered(3, {2: [Fault("raise", place, after=1)]})
-    with ClusterEnv(makers, **remote, on_env_error="reset") as envs:
+    with ClusterEnv(makers, **remote, faults=Faults(on_env_error="reset")) as envs:
         envs.reset(seed=1)
         with pytest.raises(WorkerFailed, match=rf"(?s)a fault in the {place}.*last of 6") as caught:
             step_on(envs)
@@ -120,7 +120,7 @@ def test_an_exception_now_and_then_never_ends_the_run(backend: Backend) -> None:
                 raise RuntimeError("not now")
             return super().step(action)
 
-    with ClusterEnv([lambda: Moody(0)] * 3, **backend, on_env_error="reset") as envs:
+    with ClusterEnv([lambda: Moody(0)] * 3, **backend, faults=Faults(on_env_error="reset")) as envs:
         envs.reset(seed=1)
         for _ in range(150):
             envs.step(ACTIONS)
@@ -129,7 +129,9 @@ def test_an_exception_now_and_then_never_ends_the_run(backend: Backend) -> None:
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_a_rollout_counts_a_failed_episode_as_truncated(backend: Backend, mode: AutoresetMode, tmp_path: Path) -> None:
-    with ClusterEnv(faulty(tmp_path, "step", 1), **backend, autoreset_mode=mode, on_env_error="reset") as envs:
+    with ClusterEnv(
+        faulty(tmp_path, "step", 1), **backend, autoreset_mode=mode, faults=Faults(on_env_error="reset")
+    ) as envs:
         envs.reset(seed=1)
         rollout = envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
         assert rollout.truncations[1].tolist() == [False, True, False]
@@ -148,7 +150,7 @@ def test_an_observation_that_does_not_fit_is_an_error_of_its_environment(backend
             return np.zeros(5, np.float32), *super().step(action)[1:]
 
     makers: list[Any] = [lambda: World(longest_episode=99), lambda: Growing(longest_episode=99)]
-    with ClusterEnv(makers, **backend, on_env_error="reset") as envs:
+    with ClusterEnv(makers, **backend, faults=Faults(on_env_error="reset")) as envs:
         envs.reset(seed=1)
         _, _, _, truncated, infos = envs.step(np.zeros(2, np.int64))
         assert truncated.tolist() == [False, True]
@@ -162,7 +164,9 @@ def test_a_native_vector_environment_begins_anew_as_a_whole(mode: AutoresetMode,
     def make(num_envs: int) -> Any:
         return SyncVectorEnv([lambda: Numbered(0, [fault])] * num_envs, autoreset_mode=mode)
 
-    with ClusterEnv(NativeVector(make), 3, num_workers=1, autoreset_mode=mode, on_env_error="reset") as envs:
+    with ClusterEnv(
+        NativeVector(make), 3, num_workers=1, autoreset_mode=mode, faults=Faults(on_env_error="reset")
+    ) as envs:
         envs.reset(seed=1)
         envs.step(ACTIONS)
         before = envs.step(ACTIONS)[0]
@@ -183,4 +187,4 @@ def test_a_native_vector_environment_begins_anew_as_a_whole(mode: AutoresetMode,
 
 def test_other_values_are_refused() -> None:
     with pytest.raises(ConfigError, match="on_env_error"):
-        ClusterEnv(World, 2, num_workers=0, on_env_error="ignore")
+        ClusterEnv(World, 2, num_workers=0, faults=Faults(on_env_error="ignore"))

@@ -27,7 +27,7 @@ def improvement(returns: list[float], num_episodes: int = 20) -> float:
     ("words", "launcher"),
     [
         ([], LocalLauncher()),
-        (["local", "--threads-per-worker", "1"], LocalLauncher(threads_per_worker=1)),
+        (["local", "--cpus", "1"], LocalLauncher(cpus=1)),
         (["slurm", "--nodes", "4", "--partition", "cpu"], SlurmLauncher(nodes=4, partition="cpu")),
         (["ssh", "--hosts", "n1", "n2"], SSHLauncher(hosts=["n1", "n2"])),
     ],

@@ -170,6 +170,15 @@ def test_the_spread_is_the_95_percent_interval_of_the_mean() -> None:
     assert math.isnan(spread(np.array([1.0])))
 
 
-@pytest.mark.parametrize("rule", [EVERY, Rule(threshold=0.05), Rule(period=7)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        EVERY,
+        Rule(threshold=0.05),
+        Rule(period=7),
+        Rule(0.1, is_plain=True),
+        Rule(0.1, is_plain=True, is_protected=False),
+    ],
+)
 def test_a_rule_is_found_by_its_name(rule: Rule) -> None:
     assert read_rule(rule.name) == rule

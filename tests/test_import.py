@@ -15,17 +15,19 @@ def run(code: str, **variables: str) -> str:
 
 
 def test_import_loads_no_framework() -> None:
-    loaded = run("import clusterenv, sys; print(*{name.split('.')[0] for name in sys.modules})").split()
+    loaded = run(
+        "from clusterenv import ClusterEnv; import sys; print(*{name.split('.')[0] for name in sys.modules})"
+    ).split()
     assert not set(loaded) & {"torch", "jax", "ray", "kubernetes", "matplotlib", "envpool", "stable_baselines3"}
 
 
-def test_import_costs_less_than_50_ms_more_than_gymnasium_does(tmp_path: Path) -> None:
+def test_import_costs_less_than_60_ms_more_than_gymnasium_does(tmp_path: Path) -> None:
     code = """
 import time
 start = time.process_time()
 import gymnasium
 middle = time.process_time()
-import clusterenv
+from clusterenv import ClusterEnv
 print(middle - start, time.process_time() - middle)
 """
     # What is measured is importing, not compiling: the first run fills a cache of its own.
@@ -33,4 +35,14 @@ print(middle - start, time.process_time() - middle)
     # The least of several: what others do on this machine only ever adds. Where all is slow, Gymnasium's own
     # import, 150 ms on the machine of the benchmarks, tells by how much.
     gymnasium_s, ours_s = (min(column) for column in zip(*costs, strict=True))
-    assert ours_s < 0.050 * max(1.0, gymnasium_s / 0.150), costs
+    assert ours_s < 0.060 * max(1.0, gymnasium_s / 0.150), costs
+
+
+def test_every_public_name_can_be_had() -> None:
+    names = run("import clusterenv; print(*[getattr(clusterenv, name) for name in clusterenv.__all__], sep='\\n')")
+    assert "clusterenv.env.ClusterEnv" in names
+    assert (
+        run("import clusterenv; print(clusterenv.errors.WorkerLost)").strip()
+        == "<class 'clusterenv.errors.WorkerLost'>"
+    )
+    assert "ClusterEnv" in run("import clusterenv; print(*dir(clusterenv))").split()

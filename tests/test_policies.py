@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from clusterenv.adapters import as_policy
 from clusterenv.errors import PolicyError
-from clusterenv.policy.discrete import Categorical
+from clusterenv.policy import Categorical
 from clusterenv.policy.distribution import Array, Distribution
 from clusterenv.policy.policy import BasePolicy, Decision, FunctionPolicy, Policy, State, Tree, start_episodes
 from clusterenv.policy.sketch import DEFAULT_PROBES, Probes, Sketch, choose_probes, make_sketch, measure, take_probes
@@ -103,7 +104,7 @@ def test_a_function_gets_what_its_parameters_name(obs: NDArray[np.float32]) -> N
     one.seed(3)
     two.seed(3)
     np.testing.assert_array_equal(one.act(obs).action, two.act(obs).action)
-    decision = FunctionPolicy(eager).act(obs, call={"epsilon": 0.5})
+    decision = copy.deepcopy(FunctionPolicy(eager)).act(obs, call={"epsilon": 0.5})  # As num_workers=0 copies it.
     np.testing.assert_array_equal(decision.action, 1.5)
     assert FunctionPolicy(greedy).act(obs, call={"a": 1.0, "b": 2.0}).extras["sum"][0] == 3.0
     with pytest.raises(PolicyError, match="needs epsilon"):
@@ -135,7 +136,7 @@ def test_what_is_a_policy_is_passed_through_and_what_is_callable_is_wrapped() ->
     assert isinstance(as_policy(lambda obs: obs), FunctionPolicy)
     with pytest.raises(PolicyError, match="instance"):
         as_policy(Linear)
-    with pytest.raises(PolicyError, match="no policy"):
+    with pytest.raises(PolicyError, match="not a policy"):
         as_policy(3)
 
 

@@ -268,11 +268,11 @@ def test_values_given_with_a_call_reach_the_policy(backend: Backend) -> None:
 
     with ClusterEnv("CartPole-v1", 4, **backend) as envs:
         envs.reset(seed=1)
-        assert (envs.rollout(constant, 3, choice=1).actions == 1).all()
-        assert (envs.rollout(constant, 3, choice=0).actions == 0).all()
-        assert envs.step(constant, choice=1)[4]["action"].tolist() == [1] * 4
-        with pytest.raises(TypeError, match="choice"):
-            envs.step(np.zeros(4, np.int64), choice=1)
+        assert (envs.rollout(constant, 3, values={"choice": 1}).actions == 1).all()
+        assert (envs.rollout(constant, 3, values={"choice": 0}).actions == 0).all()
+        assert envs.step(constant, values={"choice": 1})[4]["action"].tolist() == [1] * 4
+        with pytest.raises(TypeError, match="values="):
+            envs.step(np.zeros(4, np.int64), values={"choice": 1})
 
 
 def test_stats_are_plain_numbers_and_the_summary_says_what_was_saved(backend: Backend) -> None:

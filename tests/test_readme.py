@@ -33,7 +33,12 @@ def test_a_block_runs(block: str, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block)
     # What torch's optimisers cache as soon as they are imported, and SB3's log, are not ours to leave behind.
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"), "SB3_LOGDIR": str(tmp_path / "sb3")}
+    # One thread, as for all tests: networks this small only suffer from more.
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"),
+        "SB3_LOGDIR": str(tmp_path / "sb3"),
+    }
     result = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=110, cwd=tmp_path, env=environment
     )

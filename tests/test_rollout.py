@@ -257,13 +257,13 @@ def test_an_exception_in_the_policy_arrives_with_its_traceback_and_the_run_goes_
         return np.zeros(len(obs), np.int64)
 
     with ClusterEnv("CartPole-v1", 4, **remote) as envs:
-        envs.rollout(stumble, 2, when=False)
+        envs.rollout(stumble, 2, values={"when": False})
         with pytest.raises(WorkerFailed, match="the policy stumbled") as caught:
-            envs.rollout(stumble, 2, when=True)
+            envs.rollout(stumble, 2, values={"when": True})
         assert isinstance(caught.value.__cause__, KeyError)
         assert "stumble" in caught.value.remote_traceback
         envs.reset(seed=1)
-        assert envs.rollout(stumble, 2, when=False).num_steps == 2
+        assert envs.rollout(stumble, 2, values={"when": False}).num_steps == 2
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
@@ -278,8 +278,8 @@ def test_after_an_exception_in_the_policy_episodes_go_on_where_they_stood(
     with ClusterEnv(calendars(2), autoreset_mode=mode, **backend) as envs:
         envs.reset(seed=1)
         with pytest.raises((WorkerFailed, KeyError), match="the policy stumbled"):
-            envs.rollout(stumble, 4, day=2)
-        rollout = envs.rollout(stumble, 12, day=-1)
+            envs.rollout(stumble, 4, values={"day": 2})
+        rollout = envs.rollout(stumble, 12, values={"day": -1})
     (first, second), episodes = rollout.obs[:2, :, 1:], rollout.episodes
     assert (first[:, 1] == 2).any()
     assert ((second - first == [0, 1]).all(axis=1) | (second == [first[0, 0] + 1, 0]).all(axis=1)).all()

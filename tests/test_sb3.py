@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +135,22 @@ def test_wrappers_are_found_where_they_are_worn(backend: Backend) -> None:
     assert envs.env_is_wrapped(Monitor) == [False, True]
     assert envs.env_is_wrapped(Monitor, 1) == [True]
     assert envs.env_is_wrapped(TimeLimit) == [False, False]
+    envs.close()
+
+
+def test_a_worker_need_not_have_sb3() -> None:
+    head = os.getpid()
+
+    def make_world() -> World:
+        if os.getpid() != head:
+            sys.modules["stable_baselines3"] = None  # type: ignore[assignment]  # what makes an import fail
+        return World()
+
+    envs = make([make_world], num_workers=1)
+    envs.set_attr("label", "mine", 0)
+    assert envs.env_method("describe") == ["I am mine"]
+    assert envs.has_attr("label")
+    assert envs.env_is_wrapped(TimeLimit) == [False]
     envs.close()
 
 

@@ -7,11 +7,17 @@ import logging
 import os
 import re
 import resource
+import select
+import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +27,21 @@ import pytest
 import zmq
 from gymnasium.vector import SyncVectorEnv
 
-from clusterenv import ClusterEnv
-from clusterenv.errors import ConfigError, WireError, WorkerFailed
+from clusterenv import ClusterEnv, Network
+from clusterenv.errors import ConfigError, WorkerFailed
 from clusterenv.head.failure import rebuild
-from clusterenv.head.roster import Roster
+from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire import messages
-from clusterenv.wire.address import Address
-from clusterenv.wire.messages import PROTOCOL, Join
+from clusterenv.wire.address import Address, choose_addresses
+from clusterenv.wire.arrays import CHUNK_BYTES
+from clusterenv.wire.link import Link
+from clusterenv.wire.messages import PROTOCOL, Join, Refused, Register
 from clusterenv.wire.shared import SharedMemory
 from clusterenv.wire.ticket import TICKET_VARIABLE, Ticket
 from clusterenv.wire.versions import installed_versions
-from clusterenv.wire.zeromq import HeadSocket, WorkerSocket
+from clusterenv.wire.zeromq import HeadSocket, Keys, WorkerSocket
+from tests.conftest import wait_until_gone
+from tests.launchers import start_module
 from tests.test_wire import KeepTicket, dealer
 from tests.worlds import World, assert_same, make_factories
 
@@ -103,7 +113,8 @@ def test_a_run_goes_on_unchanged_whoever_knocks(transport: str, caplog: pytest.L
     caplog.set_level(logging.WARNING)
     launcher = KeepTicket()
     factories = make_factories(NUM_ENVS)
-    with ClusterEnv(factories, num_workers=2, launcher=launcher, transport=transport) as envs:
+    network = Network(transport=transport, listen="127.0.0.1")
+    with ClusterEnv(factories, num_workers=2, launcher=launcher, network=network) as envs:
         true = SyncVectorEnv(factories)
         envs.action_space.seed(1)
         assert_same(envs.reset(seed=1), true.reset(seed=1))
@@ -120,7 +131,7 @@ def test_a_run_goes_on_unchanged_whoever_knocks(transport: str, caplog: pytest.L
 
 def test_a_crowd_that_comes_and_goes_does_not_stop_the_heads_own_thread() -> None:
     with contextlib.ExitStack() as stack:
-        head = HeadSocket(LOOPBACK, LOOPBACK, silence_s=10.0)
+        head = HeadSocket((LOOPBACK, LOOPBACK), silence_s=10.0)
         stack.callback(head.close)
         worker = WorkerSocket(head.ticket)
         stack.callback(worker.close)
@@ -132,9 +143,220 @@ def test_a_crowd_that_comes_and_goes_does_not_stop_the_heads_own_thread() -> Non
         assert listen(head)[1] == b"still there"
 
 
+@pytest.mark.parametrize("claim", [CHUNK_BYTES, 1 << 19, 10**8], ids=["a frame", "too large a frame", "100 MB"])
+def test_a_hundred_strangers_cost_the_head_little_memory(claim: int) -> None:
+    head = HeadSocket((LOOPBACK, LOOPBACK), silence_s=10.0)
+    word = bytes(1 << 17)
+    before = peak = resident_bytes()
+    begun_at = time.monotonic()
+    with knocking(head.ticket, 100, CURVE_GREETING, b"\x06" + struct.pack(">Q", claim)) as callers:
+        sent = dict.fromkeys(callers, 0)
+        # Until the head has sent all of them away: for their size, or because they do not say who they are.
+        while sent:
+            assert time.monotonic() - begun_at < 30.0
+            poller = select.poll()
+            for caller in sent:
+                poller.register(caller, select.POLLOUT if sent[caller] < min(claim - 1, 1 << 23) else select.POLLIN)
+            by_number = {caller.fileno(): caller for caller in sent}
+            for number, _ in poller.poll(100):
+                caller = by_number[number]
+                try:
+                    left = min(claim - 1, 1 << 23) - sent[caller]
+                    if left:
+                        sent[caller] += caller.send(word[:left])
+                    elif not caller.recv(4096):
+                        del sent[caller]
+                except ConnectionError:
+                    del sent[caller]
+            peak = max(peak, resident_bytes())
+    head.close()
+    assert peak - before < 64e6
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_a_message_of_countless_frames_is_read_little_by_little_and_refused() -> None:
+    with contextlib.ExitStack() as stack:
+        head = HeadSocket((LOOPBACK, LOOPBACK), silence_s=60.0)
+        stack.callback(head.close)
+        worker = WorkerSocket(head.ticket)
+        stack.callback(worker.close)
+        worker.send([b"hello", *[b""] * 300_000])
+        worker.send([b"sorry"])
+        num_looks, received = 0, None
+        while received is None:
+            received = head.receive(1.0)
+            num_looks += 1
+        assert received[1] == []
+        assert num_looks > 50, "in between the head can look at its deadlines, and at others"
+        assert listen(head)[1] == b"sorry"
+
+
+def test_the_ticket_is_good_for_registering_and_for_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    launcher = KeepTicket()
+    with ClusterEnv("CartPole-v1", 4, num_workers=2, launcher=launcher, network=Network(transport="zmq")) as envs:
+        observations, _ = envs.reset(seed=1)
+        worker = WorkerSocket(launcher.ticket)
+        own = Keys.make()
+        for message, reason in (
+            (Join(PROTOCOL, 0, 1, "intruder", installed_versions()), "worker 0 has joined already"),
+            (Register(PROTOCOL, 1, own.public), "worker 1 has joined already"),
+        ):
+            worker.send([messages.encode(message)])
+            refusal = answer(envs, worker)
+            assert isinstance(refusal, Refused)
+            assert refusal.reason == reason
+        worker.send([messages.encode(messages.Stepped(2, None, None)), *observations])
+        while "Stepped from somebody who has not joined" not in caplog.text:
+            envs.step(np.zeros(4, np.int64))
+        worker.use(own)  # It was not registered, so it is not let in.
+        while "does not hold this run's key" not in caplog.text:
+            envs.step(np.zeros(4, np.int64))
+        worker.close()
+        assert envs.losses == ()
+
+
+def answer(envs: ClusterEnv, worker: WorkerSocket) -> messages.Request:
+    """Keep the head busy until it has answered; the test's deadline bounds it."""
+    while (frames := worker.receive(0.0)) is None:
+        envs.step(np.zeros(envs.num_envs, np.int64))
+    return messages.decode_request(frames[0].buffer)
+
+
+def test_a_key_that_is_registered_is_known_until_it_is_revoked() -> None:
+    with contextlib.ExitStack() as stack:
+        head = HeadSocket((LOOPBACK, LOOPBACK), silence_s=10.0)
+        stack.callback(head.close)
+        keys: set[str] = set()
+        head.authorised = keys
+        worker = WorkerSocket(head.ticket)
+        stack.callback(worker.close)
+        worker.send([b"register"])
+        peer, _ = listen(head)
+        assert head.key_of(peer) == head.ticket.public_key
+        own = Keys.make()
+        keys.add(own.public)
+        worker.use(own)
+        worker.send([b"join"])
+        second, word = listen(head)
+        assert (word, second != peer) == (b"join", True)
+        assert head.key_of(second) == own.public
+        keys.clear()
+        late = WorkerSocket(head.ticket)
+        stack.callback(late.close)
+        late.use(own)
+        late.send([b"join again"])
+        worker.send([b"still connected"])
+        assert listen(head)[1] == b"still connected"
+        link = Link(late.events, head.ticket)
+        while not link.verdict and not link.was_lost:  # It may have been let in by the ticket's key before.
+            assert head.receive(0.01) is None
+            link.watch(0.01)
+
+
+def test_whoever_comes_for_a_place_that_a_replacement_has_taken_is_told_so() -> None:
+    launcher = KeepTicket()
+    with ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, network=Network(transport="zmq")) as envs:
+        envs.reset(seed=1)
+        os.kill(envs.worker_pids[0], signal.SIGKILL)
+        envs.step(np.zeros(2, np.int64))
+        assert len(envs.losses) == 1
+        with tempfile.TemporaryFile() as log:
+            late = start_module("clusterenv.worker", launcher.ticket, 0, log)
+            while late.poll() is None:
+                envs.step(np.zeros(2, np.int64))
+            log.seek(0)
+            assert b"The head refused this worker: worker 0 has joined already" in log.read()
+        assert len(envs.losses) == 1
+
+
+def test_local_workers_need_no_port() -> None:
+    launcher = KeepTicket()
+    before = listening_ports()
+    with ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, network=Network(transport="zmq")) as envs:
+        envs.reset(seed=1)
+        assert listening_ports() == before
+        path = Path(launcher.ticket.endpoint.removeprefix("ipc://"))
+        assert path.is_socket()
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert not path.parent.exists()
+
+
+def listening_ports() -> set[str]:
+    """The TCP sockets on which this process listens."""
+    own = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            own.add(os.readlink(f"/proc/self/fd/{number}").removeprefix("socket:[").removesuffix("]"))
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/self/net/{name}").read_text().splitlines()]
+    return {row[1] for row in rows if row[3] == "0A" and row[9] in own}
+
+
+def test_where_paths_are_too_long_for_sockets_local_workers_use_the_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    launcher = KeepTicket()
+    with ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, network=Network(transport="zmq")) as envs:
+        envs.reset(seed=1)
+        assert launcher.ticket.endpoint.startswith("tcp://127.0.0.1:")
+    assert list(deep.iterdir()) == []
+
+
+DOOMED_HEAD = """
+import sys
+from clusterenv import ClusterEnv, Network
+from tests.test_security import ForsakenLauncher
+from tests.test_wire import KeepTicket
+launcher = {"child": KeepTicket, "no child": ForsakenLauncher}[sys.argv[1]]()
+envs = ClusterEnv("CartPole-v1", 2, num_workers=2, launcher=launcher, network=Network(transport="zmq"))
+print(launcher.ticket.endpoint, *envs.worker_pids, flush=True)
+sys.stdin.read()
+"""
+
+
+class ForsakenLauncher(KeepTicket):
+    """Starts workers that do not know the head for their parent, as somebody does by hand."""
+
+    def launch(self, ticket: Ticket, num_workers: int) -> ProcessFleet:
+        self.ticket = ticket
+        return ProcessFleet(partial(start_module, "clusterenv.worker", ticket), num_workers)
+
+
+@pytest.mark.parametrize("kind", ["child", "no child"])
+def test_the_socket_file_of_a_head_that_was_killed_goes_with_its_workers(kind: str) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", DOOMED_HEAD, kind]
+    with subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True) as head:
+        assert head.stdout is not None
+        endpoint, *pids = head.stdout.readline().split()
+        path = Path(endpoint.removeprefix("ipc://"))
+        assert path.is_socket()
+        head.kill()
+    assert wait_until_gone([int(pid) for pid in pids], 30.0) == []
+    assert not path.parent.exists()
+
+
+def test_an_address_of_another_machine_does_not_open_all_interfaces() -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.7.*listen=") as caught:
+        choose_addresses(None, "192.0.2.7:5555", None)
+    assert "0.0.0.0" in str(caught.value)
+    assert choose_addresses("127.0.0.1:5555", "192.0.2.7:80", None) == (
+        Address("127.0.0.1", 5555),
+        Address("192.0.2.7", 80),
+    )
+    assert choose_addresses(None, "127.0.0.1:5555", None) == (Address("127.0.0.1", 5555),) * 2
+    assert choose_addresses(None, None, None) is None
+
+
 def test_a_worker_that_does_not_read_cannot_hold_up_the_head() -> None:
     with contextlib.ExitStack() as stack:
-        head = HeadSocket(LOOPBACK, LOOPBACK, silence_s=2.0)
+        head = HeadSocket((LOOPBACK, LOOPBACK), silence_s=2.0)
         stack.callback(head.close)
         worker = WorkerSocket(head.ticket)
         stack.callback(worker.close)
@@ -157,10 +379,11 @@ HEAD_WITH_FEW_DESCRIPTORS = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 import numpy as np
-from clusterenv import ClusterEnv
+from clusterenv import ClusterEnv, Network
 from tests.test_wire import KeepTicket
 launcher = KeepTicket()
-with ClusterEnv("CartPole-v1", 4, num_workers=2, launcher=launcher, transport="zmq") as envs:
+network = Network(transport="zmq", listen="127.0.0.1")
+with ClusterEnv("CartPole-v1", 4, num_workers=2, launcher=launcher, network=network) as envs:
     envs.reset(seed=1)
     print(launcher.ticket.endpoint, flush=True)
     sys.stdin.readline()
@@ -194,7 +417,7 @@ def test_more_strangers_than_the_head_has_descriptors_do_not_stop_it() -> None:
 def test_what_is_refused_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     launcher = KeepTicket()
-    with ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, transport="zmq") as envs:
+    with ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, network=Network(transport="zmq")) as envs:
         envs.reset(seed=1)
         ticket = launcher.ticket
         keys = {
@@ -212,13 +435,6 @@ def test_what_is_refused_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -
                     caller.recv()
                     refusals += 1
     assert 1 <= caplog.text.count("has joined already") <= 50
-
-
-def test_one_connection_joins_once() -> None:
-    roster = Roster([(0, 1), (1, 2)])
-    roster.join(0, b"peer", 1, "here")
-    with pytest.raises(WireError, match="joined already, as worker 0"):
-        roster.join(1, b"peer", 1, "here")
 
 
 def test_nobody_can_shrink_the_heads_memory() -> None:
@@ -259,7 +475,7 @@ def test_the_secret_is_nowhere_but_in_the_ticket(caplog: pytest.LogCaptureFixtur
 
 
 def test_every_run_has_keys_and_a_port_of_its_own() -> None:
-    heads = [HeadSocket(LOOPBACK, LOOPBACK, silence_s=1.0) for _ in range(2)]
+    heads = [HeadSocket((LOOPBACK, LOOPBACK), silence_s=1.0) for _ in range(2)]
     first, second = [head.ticket for head in heads]
     for head in heads:
         head.close()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clusterenv import ClusterEnv, SlurmLauncher, Timeouts
+from clusterenv import ClusterEnv, Faults, Network, SlurmLauncher, Timeouts
 from clusterenv.errors import LaunchError, WorkerLost
 from clusterenv.launchers.base import Launcher
 from clusterenv.wire.messages import Join
@@ -71,15 +71,17 @@ def launch(
         2 * num_workers,
         num_workers=num_workers,
         launcher=launcher,
-        transport="zmq",
+        network=Network(transport="zmq"),
         timeouts=timeouts,
-        on_loss=on_loss,
+        faults=Faults(on_loss=on_loss),
     )
 
 
 class TestSlurmLauncher(LauncherContract):
     address = "10.88.0.1"
-    options = {"transport": "zmq"}  # noqa: RUF012 - a constant
+    options = {"network": Network(transport="zmq")}  # noqa: RUF012 - a constant
+    programs = ("sbatch", "srun", "squeue", "scancel", "scontrol")
+    stride = 11
 
     def make_launcher(self, log_dir: Path) -> Launcher:
         return SlurmLauncher(nodes=2, log_dir=log_dir)
@@ -87,7 +89,9 @@ class TestSlurmLauncher(LauncherContract):
 
 class TestSlurmLauncherInsideAnAllocation(LauncherContract):
     address = "10.88.0.1"
-    options = {"transport": "zmq"}  # noqa: RUF012 - a constant
+    options = {"network": Network(transport="zmq")}  # noqa: RUF012 - a constant
+    programs = ("sbatch", "srun", "squeue", "scancel", "scontrol")
+    stride = 11
 
     @pytest.fixture(autouse=True)
     def allocation(self, login: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -133,7 +137,7 @@ def test_the_blocks_of_the_manual_run(login: SlurmCluster, block: str, tmp_path:
 
 
 def test_without_a_number_of_nodes_slurm_chooses(login: SlurmCluster) -> None:
-    with launch(SlurmLauncher(cpus_per_worker=2), 3, make_located) as envs:
+    with launch(SlurmLauncher(cpus=2), 3, make_located) as envs:
         assert set(envs.get_attr("host")) <= {"n1", "n2"}
         assert login.run("squeue", "--noheader", "--format=%C") == "6"
 
@@ -185,7 +189,7 @@ def test_nothing_a_user_writes_is_read_as_shell_but_the_setup(
 
 
 def test_workers_use_as_many_threads_as_they_have_cpus(login: SlurmCluster) -> None:
-    launcher = SlurmLauncher(cpus_per_worker=2, options={"export": "NONE"})
+    launcher = SlurmLauncher(cpus=2, options={"export": "NONE"})
     with launch(launcher, 1, make_located) as envs:
         assert envs.call("variable", "OMP_NUM_THREADS") == ("2", "2")
 
@@ -246,7 +250,8 @@ def test_workers_of_a_preempted_job_come_back(login: SlurmCluster, door: Door, t
         fleet.restart(0)
         fleet.restart(1)
         assert fleet.exits() == {}
-        assert fleet.status() == f"job {job_id} is pending (BeginTime)"
+        door.wait_until(lambda: fleet.status() == f"job {job_id} is pending (BeginTime)", fleet)
+        assert fleet.exits() == {}
         assert wait_until_gone(list(before), 0.0) == []
         door.wait_until(lambda: login.state_of(urgent_id) == "RUNNING", fleet)
         login.run("scancel", urgent_id)
@@ -275,6 +280,31 @@ def test_workers_of_a_job_that_is_over_are_started_in_another(login: SlurmCluste
         assert {door.await_join(fleet).worker_index for _ in range(2)} == {0, 1}
         assert login.jobs() != [job_id]
         assert len(login.jobs()) == 1
+    finally:
+        fleet.stop(0.0)
+
+
+def test_a_job_that_cannot_be_submitted_again_is_told_by_exits(
+    login: SlurmCluster, door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(
+        '#!/bin/sh\n[ -e "$0.closed" ] && { echo no more jobs today >&2; exit 1; }\nPATH=${PATH#*:} exec sbatch "$@"'
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    fleet = SlurmLauncher(log_dir=tmp_path).launch(door.ticket, 1)
+    try:
+        os.kill(door.await_join(fleet).pid, signal.SIGKILL)
+        door.wait_until(lambda: "failed" in fleet.exits().get(0, ""), fleet)
+        (tmp_path / "sbatch.closed").touch()
+        fleet.restart(0)
+        assert "could not be started: Slurm refused the job" in door.await_exit(fleet, 0)
+        assert "no more jobs today" in fleet.exits()[0]
+        (tmp_path / "sbatch.closed").unlink()
+        fleet.restart(0)
+        assert fleet.exits() == {}
+        door.await_join(fleet)
     finally:
         fleet.stop(0.0)
 
@@ -312,9 +342,9 @@ def test_ending_a_worker_that_hangs_keeps_no_descriptor(login: SlurmCluster, doo
         hung = door.await_join(fleet).pid
         os.kill(hung, signal.SIGSTOP)
         fleet.restart(0)
-        assert count_nameless_files() == before + 1, "the output of the step that ends it"
-        door.wait_until(lambda: fleet.exits() == {} and count_nameless_files() == before, fleet)
+        assert door.await_join(fleet).pid != hung
         assert wait_until_gone([hung]) == []
+        door.wait_until(lambda: fleet.exits() == {} and count_nameless_files() == before, fleet)
     finally:
         fleet.stop(0.0)
 
@@ -325,8 +355,9 @@ def test_a_cancelled_job_is_not_started_again(login: SlurmCluster, door: Door, t
         door.await_join(fleet)
         login.run("scancel", *login.jobs())
         door.wait_until(lambda: "CANCELLED" in fleet.exits().get(0, ""), fleet)
-        with pytest.raises(LaunchError, match="was cancelled"):
-            fleet.restart(0)
+        fleet.restart(0)
+        door.wait_until(lambda: "could not be started: job" in fleet.exits().get(0, ""), fleet)
+        assert "was cancelled" in fleet.exits()[0]
     finally:
         fleet.stop(0.0)
 
@@ -355,9 +386,9 @@ def test_without_a_shared_directory_workers_run_and_errors_say_where_logs_would_
 
 
 INSIDE = """
-from clusterenv import ClusterEnv, SlurmLauncher
+from clusterenv import ClusterEnv, Network, SlurmLauncher
 from tests.located import make_located
-with ClusterEnv(make_located, 4, num_workers=4, transport="zmq", launcher=SlurmLauncher()) as envs:
+with ClusterEnv(make_located, 4, num_workers=4, network=Network(transport="zmq"), launcher=SlurmLauncher()) as envs:
     envs.reset(seed=1)
     print(*envs.get_attr("host"))
 """
@@ -373,9 +404,9 @@ def test_a_head_in_a_batch_job_uses_the_nodes_of_its_job(login: SlurmCluster, tm
 
 HEAD = """
 import json, os, sys
-from clusterenv import ClusterEnv, SlurmLauncher
+from clusterenv import ClusterEnv, Network, SlurmLauncher
 launcher = SlurmLauncher(nodes=2, log_dir=sys.argv[1])
-envs = ClusterEnv("CartPole-v1", 4, num_workers=2, transport="zmq", launcher=launcher)
+envs = ClusterEnv("CartPole-v1", 4, num_workers=2, network=Network(transport="zmq"), launcher=launcher)
 envs.reset(seed=1)
 print(json.dumps(envs.worker_pids), flush=True)
 sys.stdin.read()
@@ -392,6 +423,45 @@ def test_the_job_of_a_head_that_is_killed_ends_by_itself(login: SlurmCluster, tm
         assert fleet_is_alive(pids)
         head.kill()
     assert wait_until_gone(pids, 20.0) == []
+    login.wait_until_idle()
+
+
+STUCK_HEAD = """
+import ctypes, json, subprocess, sys
+import gymnasium as gym
+from clusterenv import ClusterEnv, Network, SlurmLauncher
+
+gate = sys.argv[1] + "/gate"
+
+class Stuck(gym.Wrapper):
+    def step(self, action):
+        helper = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        with open(gate, "w") as opened:
+            opened.write(str(helper.pid))
+        ctypes.PyDLL(None).sleep(60)  # No thread of this process runs meanwhile.
+
+launcher = SlurmLauncher(nodes=1, log_dir=sys.argv[1])
+make = lambda: Stuck(gym.make("CartPole-v1"))
+envs = ClusterEnv(make, 1, num_workers=1, network=Network(transport="zmq"), launcher=launcher)
+envs.reset(seed=1)
+print(json.dumps(envs.worker_pids), flush=True)
+envs.step([0])
+"""
+
+
+def test_a_worker_and_its_helper_end_with_a_killed_head_while_c_code_holds_the_lock(
+    login: SlurmCluster, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "gate")
+    head = subprocess.Popen(
+        [sys.executable, "-c", STUCK_HEAD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    with head:
+        assert head.stdout is not None
+        pids = [*json.loads(head.stdout.readline()), int((tmp_path / "gate").read_text())]
+        assert fleet_is_alive(pids)
+        head.kill()
+    assert wait_until_gone(pids, 6.0) == []
     login.wait_until_idle()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clusterenv import ClusterEnv, SSHLauncher
+from clusterenv import ClusterEnv, Faults, SSHLauncher
 from clusterenv.errors import ConfigError, LaunchError, WorkerLost
 from tests.launcher_contract import LauncherContract
 from tests.sshd import Sshd, sshd
@@ -20,6 +20,9 @@ __all__ = ["sshd"]
 
 class TestSSHLauncher(LauncherContract):
     """What every launcher must do."""
+
+    programs = ("ssh",)
+    stride = 7
 
     @pytest.fixture(autouse=True)
     def with_sshd(self, sshd: Sshd) -> None:
@@ -73,7 +76,9 @@ def test_a_python_without_clusterenv_says_so(sshd: Sshd) -> None:
 
 
 def test_a_worker_killed_during_a_run_is_named_with_its_host(sshd: Sshd) -> None:
-    with ClusterEnv(make_factories(2), launcher=sshd.launcher(["host1", "host2"]), on_loss="raise") as envs:
+    with ClusterEnv(
+        make_factories(2), launcher=sshd.launcher(["host1", "host2"]), faults=Faults(on_loss="raise")
+    ) as envs:
         envs.reset(seed=1)
         os.kill(envs.worker_pids[1], signal.SIGKILL)
         with pytest.raises(WorkerLost, match="killed by SIGKILL on host2") as caught:
@@ -85,7 +90,7 @@ def test_output_is_kept_where_it_is_wanted(sshd: Sshd, tmp_path: Path) -> None:
     launcher = sshd.launcher(["host1"], log_dir=tmp_path, setup=["echo set up"], python="echo worker says")
     with pytest.raises(LaunchError):
         ClusterEnv(make_factories(1), num_workers=1, launcher=launcher)
-    assert "set up\nworker says -m clusterenv.worker" in (tmp_path / "worker-0.log").read_text()
+    assert "set up\nworker says -m clusterenv.worker" in next(tmp_path.glob("run-*/worker-0.log")).read_text()
 
 
 def test_the_head_is_told_the_address_behind_an_alias(sshd: Sshd) -> None:
@@ -106,12 +111,13 @@ def test_what_would_run_is_shown_without_the_ticket(sshd: Sshd) -> None:
     [
         ({"hosts": []}, "at least one host"),
         ({"hosts": "gpu1"}, "must be a list"),
-        ({"hosts": ["-oProxyCommand=touch me"]}, "no name of a host"),
+        ({"hosts": ["-oProxyCommand=touch me"]}, "not the name of a host"),
         ({"hosts": ["a", "a"]}, "names a twice"),
         ({"hosts": {"a": 0}}, "at least 1 worker"),
-        ({"hosts": {"a": 2}, "workers_per_host": 3}, "the mapping says it"),
+        ({"hosts": {"a": "many"}}, "at least 1 worker"),
         ({"hosts": ["a"], "setup": "module load"}, "must be a list"),
-        ({"hosts": ["a"], "threads_per_worker": 0}, "at least 1"),
+        ({"hosts": ["a"], "setup": ["#" * 40_000]}, "put it into a file"),
+        ({"hosts": ["a"], "cpus": 0}, "at least 1"),
     ],
 )
 def test_a_wrong_setting_is_refused_where_it_is_written(settings: dict[str, Any], words: str) -> None:
@@ -120,7 +126,19 @@ def test_a_wrong_setting_is_refused_where_it_is_written(settings: dict[str, Any]
 
 
 def test_more_workers_than_the_hosts_are_for_are_refused() -> None:
-    launcher = SSHLauncher(hosts=["a", "b"], workers_per_host=2)
-    assert launcher.num_workers == 4
-    with pytest.raises(ConfigError, match="for 4 workers, but 5"):
+    launcher = SSHLauncher(hosts={"a": 1, "b": 3})
+    assert launcher.suggested_workers == 4
+    assert hosts_of(launcher.render(3)) == ["a", "b", "b"]
+    with pytest.raises(ConfigError, match=r"num_workers=5, but SSHLauncher\.hosts has places for 4"):
         launcher.render(5)
+
+
+def test_hosts_in_a_list_get_equally_many_workers() -> None:
+    launcher = SSHLauncher(hosts=["a", "b"])
+    assert launcher.suggested_workers == 2
+    assert hosts_of(launcher.render(1)) == ["a"]
+    assert hosts_of(launcher.render(5)) == ["a", "a", "a", "b", "b"]
+
+
+def hosts_of(text: str) -> list[str]:
+    return [line.split(" -- ")[1].split()[0] for line in text.splitlines() if line.startswith("ssh ")]

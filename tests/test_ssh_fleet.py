@@ -27,7 +27,7 @@ SLEEP = "sleep 1000 #"  # Instead of Python, where only the process matters.
 @pytest.fixture
 def socket() -> Iterator[HeadSocket]:
     """A head's socket for fleets that are looked at without a ClusterEnv."""
-    socket = HeadSocket(Address("127.0.0.1"), Address("127.0.0.1"), 10.0)
+    socket = HeadSocket((Address("127.0.0.1"), Address("127.0.0.1")), 10.0)
     yield socket
     socket.close()
 
@@ -41,7 +41,7 @@ def launch(socket: HeadSocket, sshd: Sshd) -> Iterator[Launch]:
     fleets = []
 
     def launch(launcher: SSHLauncher) -> Fleet:
-        fleets.append(launcher.launch(socket.ticket, launcher.num_workers))
+        fleets.append(launcher.launch(socket.ticket, launcher.suggested_workers))
         return fleets[-1]
 
     yield launch
@@ -123,6 +123,22 @@ def test_workers_that_could_not_be_replaced_are_ended_all_the_same(
     assert wait_until_gone([worker]) == []
 
 
+def test_a_client_that_cannot_be_run_is_told_by_exits(
+    sshd: Sshd, socket: HeadSocket, launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fleet = launch(sshd.launcher(["host1"], python=SLEEP))
+    (worker,) = await_workers(1, socket)
+    with monkeypatch.context() as here:
+        here.setenv("PATH", str(tmp_path))
+        fleet.restart(0)
+        wait_for(fleet.exits, socket)
+        assert fleet.exits()[0].startswith("could not be started: ssh cannot be run")
+    fleet.restart(0)
+    wait_for(lambda: not fleet.status(), socket)
+    assert fleet.exits() == {}
+    assert wait_until_gone([worker]) == [], "its successor has ended it"
+
+
 def test_stopping_while_still_logging_in_leaves_nothing(sshd: Sshd, socket: HeadSocket, launch: Launch) -> None:
     fleet = launch(sshd.launcher({"host1": 3}, python=SLEEP))
     assert fleet.status() == "logging in to host1 (3)"
@@ -137,15 +153,9 @@ def test_more_workers_than_a_server_lets_in_at_once_all_start(sshd: Sshd, socket
     assert fleet.exits() == {}
 
 
-@pytest.mark.parametrize(
-    ("threads_per_worker", "expected"), [(3, "3"), (None, str(max(1, len(os.sched_getaffinity(0)) // 2)))]
-)
-def test_threads_are_limited(
-    sshd: Sshd, socket: HeadSocket, launch: Launch, threads_per_worker: int | None, expected: str
-) -> None:
-    launcher = sshd.launcher(
-        {"host1": 2}, threads_per_worker=threads_per_worker, python='echo "threads: $OMP_NUM_THREADS"; exit #'
-    )
+@pytest.mark.parametrize(("cpus", "expected"), [(3, "3"), (None, str(max(1, len(os.sched_getaffinity(0)) // 2)))])
+def test_threads_are_limited(sshd: Sshd, socket: HeadSocket, launch: Launch, cpus: int | None, expected: str) -> None:
+    launcher = sshd.launcher({"host1": 2}, cpus=cpus, python='echo "threads: $OMP_NUM_THREADS"; exit #')
     fleet = launch(launcher)
     wait_for(lambda: len(fleet.exits()) == 2, socket)
     assert f"threads: {expected}" in fleet.log_tail(0)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from gymnasium.vector import SyncVectorEnv
 
-from clusterenv import ClusterEnv, SSHLauncher, Timeouts
+from clusterenv import ClusterEnv, Faults, Network, SSHLauncher, Timeouts
 from clusterenv.doctor.examination import examine
 from clusterenv.errors import WorkerLost
 from tests.conftest import wait_until_gone
@@ -26,11 +26,11 @@ from tests.worlds import assert_same, make_factories
 
 START = """
 import json, signal, sys
-from clusterenv import ClusterEnv, SSHLauncher
+from clusterenv import ClusterEnv, Network, SSHLauncher
 from tests.worlds import World
 
 settings = json.loads(sys.argv[1])
-envs = ClusterEnv([World] * 2, num_workers=2, transport="zmq", launcher=SSHLauncher(**settings))
+envs = ClusterEnv([World] * 2, num_workers=2, network=Network(transport="zmq"), launcher=SSHLauncher(**settings))
 envs.reset(seed=1)
 print(json.dumps(envs.worker_pids), flush=True)
 signal.pause()
@@ -45,7 +45,7 @@ class Site:
         self._sshd = sshd
 
     def launcher(self) -> SSHLauncher:
-        return self._sshd.launcher(["host1", "host2"], threads_per_worker=1, connect_timeout_s=2)
+        return self._sshd.launcher(["host1", "host2"], cpus=1, connect_timeout_s=2)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def site(nothing_is_left_behind: None) -> Iterator[Site]:
 
 def test_environments_on_other_hosts_step_as_in_one_process(site: Site) -> None:
     factories = make_factories(5)
-    with ClusterEnv(factories, launcher=site.launcher(), transport="zmq") as ours:
+    with ClusterEnv(factories, launcher=site.launcher(), network=Network(transport="zmq")) as ours:
         assert ours.num_workers == 2
         theirs = SyncVectorEnv(factories)
         assert_same(ours.reset(seed=3), theirs.reset(seed=3))
@@ -76,7 +76,7 @@ def test_environments_on_other_hosts_step_as_in_one_process(site: Site) -> None:
 
 def test_policies_act_on_other_hosts(site: Site) -> None:
     agent = Linear()
-    with ClusterEnv("CartPole-v1", 4, launcher=site.launcher(), transport="zmq") as envs:
+    with ClusterEnv("CartPole-v1", 4, launcher=site.launcher(), network=Network(transport="zmq")) as envs:
         envs.reset(seed=1)
         for _ in range(2):
             assert envs.rollout(agent, num_steps=16).obs.shape == (16, 4, 4)
@@ -92,7 +92,11 @@ def test_the_doctor_finds_all_well_on_other_hosts(site: Site) -> None:
 
 def test_a_host_that_vanishes_is_named(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     timeouts = Timeouts(silence_s=2.0, close_s=1.0)
-    options: dict[str, Any] = {"transport": "zmq", "timeouts": timeouts, "on_loss": "raise"}
+    options: dict[str, Any] = {
+        "network": Network(transport="zmq"),
+        "timeouts": timeouts,
+        "faults": Faults(on_loss="raise"),
+    }
     with ClusterEnv(make_factories(2), launcher=site.launcher(), **options) as envs:
         envs.reset(seed=1)
         site.two.cut()

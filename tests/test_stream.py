@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from clusterenv import AdaptiveSync, ClusterEnv, EveryUpdate, NeverSync
+from clusterenv import AdaptiveSync, ClusterEnv, EveryUpdate, Faults, NeverSync
 from clusterenv.errors import ConfigError, WorkerFailed, WorkerLost
 from clusterenv.rollout import Rollout
 from tests.conftest import Backend, wait_until_gone
@@ -55,7 +55,7 @@ def test_each_workers_rollouts_are_those_that_rollout_would_have_made(backend: B
 def test_a_group_has_the_columns_of_several_workers(remote: Backend) -> None:
     with ClusterEnv("CartPole-v1", 5, **remote) as envs:
         envs.reset(seed=1)
-        with envs.stream(Linear(), 8, num_envs=5) as stream:
+        with envs.stream(Linear(), 8, min_envs=5) as stream:
             for rollout in itertools.islice(stream, 6):
                 assert rollout.num_envs >= 5
                 assert rollout.rewards.shape == (8, rollout.num_envs)
@@ -134,10 +134,10 @@ def test_a_rollout_that_took_far_too_long_is_delivered_only_where_that_was_allow
     with ClusterEnv(makers, **remote, sync=EveryUpdate()) as envs:
         envs.reset(seed=1)
         with envs.stream(agent, 8, max_lag=max_lag) as stream:
-            for rollout in itertools.islice(stream, 20):
-                assert rollout.env_indices.tolist() == [0]
-                agent.nudge()
-            open(gate, "wb").close()
+            with open(gate, "wb"):  # From when the second worker has begun.
+                for rollout in itertools.islice(stream, 20):
+                    assert rollout.env_indices.tolist() == [0]
+                    agent.nudge()
             held = next(rollout for rollout in stream if 1 in rollout.env_indices)
         stats = envs.stats
     if max_lag is None:
@@ -205,7 +205,7 @@ def test_values_change_with_the_rollouts_that_are_asked_for_next(backend: Backen
 
     with ClusterEnv("CartPole-v1", 2, **backend) as envs:
         envs.reset(seed=1)
-        with envs.stream(Curious(), 4, level=0.0) as stream:
+        with envs.stream(Curious(), 4, values={"level": 0.0}) as stream:
             levels: dict[int, list[float]] = {}
             number = 0
             while max(itertools.chain(*levels.values()), default=0) < 5:
@@ -239,7 +239,7 @@ def test_when_a_worker_dies_the_others_go_on_and_a_new_one_takes_its_place(remot
 
 
 def test_a_lost_worker_ends_the_stream_if_losses_are_to_be_raised(remote: Backend) -> None:
-    with ClusterEnv("CartPole-v1", 4, **remote, on_loss="raise") as envs:
+    with ClusterEnv("CartPole-v1", 4, **remote, faults=Faults(on_loss="raise")) as envs:
         envs.reset(seed=1)
         stream = envs.stream(Linear(), 16)
         next(stream)
@@ -281,10 +281,10 @@ def test_closing_the_environments_ends_the_stream(remote: Backend) -> None:
     [
         {"num_steps": 0},
         {"num_steps": 4, "in_flight": 0},
-        {"num_steps": 4, "num_envs": 3},
+        {"num_steps": 4, "min_envs": 3},
         {"num_steps": 4, "max_lag": -1},
     ],
 )
-def test_nonsense_is_refused(backend: Backend, wrong: dict[str, int]) -> None:
+def test_nonsense_is_refused(backend: Backend, wrong: dict[str, Any]) -> None:
     with ClusterEnv("CartPole-v1", 2, **backend) as envs, pytest.raises(ConfigError):
         envs.stream(Linear(), **wrong)

@@ -20,6 +20,8 @@ from clusterenv.policy.sync import (
     Verdict,
 )
 
+pytestmark = pytest.mark.quick
+
 RULES: list[SyncRule] = [AdaptiveSync(), EveryUpdate(), PeriodicSync(3), NeverSync()]
 every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 

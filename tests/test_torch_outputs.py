@@ -10,8 +10,15 @@ import pytest
 
 from clusterenv.adapters import as_policy
 from clusterenv.errors import ConfigError, PolicyError
-from clusterenv.policy.continuous import Deterministic, DiagonalGaussian, SquashedGaussian
-from clusterenv.policy.discrete import Bernoulli, Categorical, MultiCategorical, QValues
+from clusterenv.policy import (
+    Bernoulli,
+    Categorical,
+    Deterministic,
+    DiagonalGaussian,
+    MultiCategorical,
+    QValues,
+    SquashedGaussian,
+)
 from clusterenv.policy.distribution import Distribution
 from clusterenv.policy.policy import Tree
 

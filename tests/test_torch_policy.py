@@ -9,9 +9,8 @@ import pytest
 
 from clusterenv.adapters import as_policy
 from clusterenv.errors import PolicyError
-from clusterenv.policy.discrete import Categorical
-from clusterenv.policy.distribution import Call
-from clusterenv.policy.divergence import divergence
+from clusterenv.policy import Categorical
+from clusterenv.policy.distribution import Call, divergence
 
 torch = pytest.importorskip("torch")
 

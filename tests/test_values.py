@@ -20,6 +20,8 @@ from clusterenv import RemoteObject
 from clusterenv.errors import WireError
 from clusterenv.wire import values
 
+pytestmark = pytest.mark.quick
+
 PLAIN_DTYPES = st.one_of(
     npst.boolean_dtypes(),
     npst.integer_dtypes(endianness="?"),

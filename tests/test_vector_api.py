@@ -406,5 +406,6 @@ def test_in_process_each_factory_is_called_once() -> None:
 def test_observations_are_the_callers_own_only_with_copy(backend: Backend, copy: bool) -> None:
     with ClusterEnv(make_factories(3), copy=copy, **backend) as envs:
         first, _ = envs.reset(seed=1)
-        second = envs.step(NO_ACTIONS)[0]
-        assert np.shares_memory(first, second) is not copy
+        second, third = [envs.step(NO_ACTIONS)[0] for _ in range(2)]
+        assert not np.shares_memory(first, second), "what was seen last stays as it is while a step is under way"
+        assert np.shares_memory(first, third) is not copy

@@ -6,24 +6,28 @@ import contextlib
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clusterenv import ClusterEnv, LocalLauncher, Timeouts
+from clusterenv import ClusterEnv, LocalLauncher, Network, Timeouts
 from clusterenv.errors import ConfigError, LaunchError, WireError
 from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire import messages
-from clusterenv.wire.arrays import fill
-from clusterenv.wire.messages import PROTOCOL, Join
+from clusterenv.wire.address import Address
+from clusterenv.wire.arrays import CHUNK_BYTES, fill
+from clusterenv.wire.messages import PROTOCOL, Join, Register
 from clusterenv.wire.semaphore import SIZE_BYTES, Chain, Semaphore
 from clusterenv.wire.ticket import Ticket
 from clusterenv.wire.versions import installed_versions
+from clusterenv.wire.zeromq import HeadSocket, WorkerSocket
 from tests.launchers import OwnLauncher, start_module
 
 
@@ -85,11 +89,11 @@ def test_nonsense_from_a_worker_is_refused_with_a_reason_and_the_truth_is_taken(
             assert (observations[2:] == 7).all()
             assert rewards.tolist() == [1, 1, 0, 0]
     for reason in (
-        "This is no reply",
+        "This is not a reply",
         "has joined already",
         "answers call",
-        "Expected 4 arrays, got 0",
-        "Expected 4 arrays, got 5",
+        "Expected 4 frames for 4 arrays, got 0",
+        "Expected 4 frames for 4 arrays, got 5",
         "bytes for float32(2, 4), got 16",
     ):
         assert reason in caplog.text, reason
@@ -98,7 +102,7 @@ def test_nonsense_from_a_worker_is_refused_with_a_reason_and_the_truth_is_taken(
 def test_a_connection_without_the_runs_key_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     launcher = KeepTicket()
-    with ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, transport="zmq") as envs:
+    with ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, network=Network(transport="zmq")) as envs:
         envs.reset(seed=1)
         public, secret = zmq.curve_keypair()
         ticket = launcher.ticket
@@ -113,7 +117,7 @@ def test_a_plain_connection_is_never_heard(caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level(logging.WARNING)
     launcher = KeepTicket()
     with (
-        ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, transport="zmq") as envs,
+        ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, network=Network(transport="zmq")) as envs,
         dealer(launcher.ticket.endpoint) as socket,
     ):
         # Once the head has hung up there is nobody to send to, and a plain `send` would wait for ever.
@@ -126,18 +130,23 @@ def test_a_plain_connection_is_never_heard(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize(
-    ("join", "reason"),
+    ("message", "reason"),
     [
-        (Join(PROTOCOL, 0, 1, "twin", installed_versions()), "has joined already"),
+        (Register(PROTOCOL, 0, "k" * 40), "worker 0 has joined already"),
+        (Register(PROTOCOL, 7, "k" * 40), "there is no worker 7"),
+        (Register(PROTOCOL + 1, 0, "k" * 40), "install the head's clusterenv there"),
+        (Join(PROTOCOL, 0, 1, "twin", installed_versions()), "worker 0 has joined already"),
         (Join(PROTOCOL, 7, 1, "surplus", installed_versions()), "there is no worker 7"),
-        (Join(PROTOCOL + 1, 0, 1, "newer", installed_versions()), "install the head's clusterenv there"),
+        (Join(PROTOCOL - 1, 0, 1, "older", installed_versions()), "install the head's clusterenv there"),
     ],
-    ids=["a twin", "a number too high", "another protocol"],
+    ids=["a twin", "a number too high", "another protocol", "a twin joins", "a surplus joins", "an older one joins"],
 )
-def test_a_worker_that_cannot_join_is_told_why(join: Join, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_cannot_join_is_told_why(
+    message: Register | Join, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
     launcher = KeepTicket()
-    with ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, transport="zmq") as envs:
+    with ClusterEnv("CartPole-v1", 2, num_workers=1, launcher=launcher, network=Network(transport="zmq")) as envs:
         envs.reset(seed=1)
         ticket = launcher.ticket
         keys = {
@@ -146,7 +155,7 @@ def test_a_worker_that_cannot_join_is_told_why(join: Join, reason: str, caplog: 
             "curve_secretkey": ticket.secret_key.encode(),
         }
         with dealer(ticket.endpoint, **keys) as socket:
-            socket.send(messages.encode(join))
+            socket.send(messages.encode(message))
             step_until_logged(envs, caplog, reason)
             assert socket.poll(10_000)
             refusal = messages.decode_request(socket.recv())
@@ -188,6 +197,138 @@ def test_frames_fill_planes_completely_or_not_at_all(frames: list[bytes]) -> Non
         assert sizes == [16, 2]
 
 
+def bytes_of(array: Any) -> list[memoryview]:
+    """An array's bytes as they travel."""
+    whole = array.tobytes()
+    return [memoryview(whole[start : start + CHUNK_BYTES]) for start in range(0, max(1, len(whole)), CHUNK_BYTES)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((CHUNK_BYTES // 8,), np.float64),  # one whole chunk
+        ((2 * CHUNK_BYTES,), np.uint8),  # two
+        ((300_001,), np.bool_),
+        ((3, 100_003), "S3"),  # no chunk ends where a value does
+        ((40, 8, 3, 1000), np.int16),
+        ((2000, 8, 5), np.float64),  # many rows in a chunk
+        ((3, 8, 300, 300), np.uint8),  # many chunks in a row
+    ],
+)
+def test_large_arrays_arrive_whole_in_rows_and_in_columns(shape: tuple[int, ...], dtype: Any) -> None:
+    sent = np.random.default_rng(1).integers(0, 2, shape).astype(dtype)
+    other = np.arange(5)
+    rows, others = np.zeros_like(sent), np.zeros_like(other)
+    fill([rows, others], [*bytes_of(sent), *bytes_of(other)])
+    assert (rows == sent).all()
+    assert (others == other).all()
+    if len(shape) > 2:
+        whole = np.full((shape[0], 12, *shape[2:]), 9, dtype)
+        fill([whole[:, 2:10]], bytes_of(sent))
+        assert (whole[:, 2:10] == sent).all()
+        assert (whole[:, :2] == 9).all()
+        assert (whole[:, 10:] == 9).all()
+
+
+def test_bytes_that_are_not_bools_become_true_in_large_arrays_too() -> None:
+    flags = np.zeros(CHUNK_BYTES + 3, np.bool_)
+    fill([flags], [memoryview(b"\x07" * CHUNK_BYTES), memoryview(b"\x00\x02\xff")])
+    assert flags.view(np.uint8).tolist() == [1] * CHUNK_BYTES + [0, 1, 1]
+
+
+@pytest.mark.parametrize("sizes", [[], [8], [CHUNK_BYTES], [8, CHUNK_BYTES], [CHUNK_BYTES, 9], [CHUNK_BYTES, 8, 0]])
+def test_frames_that_do_not_fit_a_large_array_change_nothing(sizes: list[int]) -> None:
+    before, large = np.ones(2), np.ones(CHUNK_BYTES // 8 + 1)
+    with pytest.raises(WireError, match="Expected"):
+        fill([before, large], [memoryview(bytes(size)) for size in [16, *sizes]])
+    assert (before == 1).all()
+    assert (large == 1).all()
+
+
+@pytest.mark.parametrize("header_bytes", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
+def test_a_message_arrives_as_it_was_sent_however_large_it_is(header_bytes: int) -> None:
+    header = np.random.default_rng(1).bytes(header_bytes)
+    arrays = [np.arange(size, dtype=np.float64) for size in (3, 0, CHUNK_BYTES // 8, CHUNK_BYTES)]
+    with contextlib.ExitStack() as stack:
+        head = HeadSocket((Address("127.0.0.1"), Address("127.0.0.1")), silence_s=10.0)
+        stack.callback(head.close)
+        worker = WorkerSocket(head.ticket)
+        stack.callback(worker.close)
+        worker.send([header, *arrays])
+        while (received := head.receive(1.0)) is None:
+            pass
+        peer, there = received
+        assert head.send(peer, [header, *arrays])
+        back = worker.receive(10.0)
+        assert back is not None
+        for frames in (there, back):
+            assert frames[0].bytes == header
+            assert max(len(frame) for frame in frames[1:]) <= CHUNK_BYTES
+            copies = [np.zeros_like(array) for array in arrays]
+            fill(copies, [frame.buffer for frame in frames[1:]])
+            assert all((copy == array).all() for copy, array in zip(copies, arrays, strict=True))
+
+
+class Scenery(gym.Env[Any, Any]):
+    """Shows pictures as large as Atari's and renders larger ones; every picture says whose it is, and when."""
+
+    observation_space = gym.spaces.Box(0, 255, (210, 160, 3), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+    render_mode = "rgb_array"
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count = 0
+        return self._picture(self.observation_space.shape), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        return self._picture(self.observation_space.shape), 1.0, False, False, {}
+
+    def render(self) -> Any:
+        return self._picture((720, 1280, 3))
+
+    @property
+    def load(self) -> bytes:
+        return self.np_random.bytes(100_000_000)
+
+    def _picture(self, shape: Any) -> Any:
+        picture = np.full(shape, (self.np_random_seed + self.count) % 256, np.uint8)
+        picture[-1, -1, -1] = self.count
+        return picture
+
+
+TCP = Network(transport="zmq", listen="127.0.0.1")
+
+
+def test_256_pictures_a_step_come_over_tcp() -> None:
+    with ClusterEnv([Scenery] * 256, num_workers=2, network=TCP) as envs:
+        pictures, _ = envs.reset(seed=0)
+        for count in range(3):
+            expected = (np.arange(256) + count).astype(np.uint8)
+            assert (pictures[:, 0, 0, 0] == expected).all()
+            assert (pictures.reshape(256, -1)[:, :-1] == expected[:, None]).all()
+            assert (pictures[:, -1, -1, -1] == count).all()
+            pictures = envs.step(np.zeros(256, np.int64))[0]
+
+
+def test_64_large_renders_come_over_tcp() -> None:
+    with ClusterEnv([Scenery] * 64, num_workers=2, network=TCP) as envs:
+        envs.reset(seed=0)
+        renders = envs.call("render")
+        assert len(renders) == 64
+        for index, render in enumerate(renders):
+            assert render.shape == (720, 1280, 3)
+            assert (render.reshape(-1)[:-1] == index).all()
+
+
+def test_an_attribute_of_100_megabytes_comes_over_tcp() -> None:
+    with ClusterEnv([Scenery], num_workers=1, network=TCP) as envs:
+        envs.reset(seed=5)
+        (load,) = envs.get_attr("load")
+    assert load == gym.utils.seeding.np_random(5)[0].bytes(100_000_000)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="no semaphores in shared memory elsewhere")
 def test_a_semaphore_that_a_worker_has_filled_keeps_no_other_from_being_posted() -> None:
     memory = memoryview(bytearray(3 * SIZE_BYTES))
@@ -213,3 +354,17 @@ def test_a_ticket_does_not_show_its_secret() -> None:
 def test_what_is_no_ticket_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="This is no ticket"):
         Ticket.decode(text)
+
+
+def test_no_answer_of_a_worker_that_shares_memory_is_waited_for_in_vain() -> None:
+    # The head looks into the mailboxes ten times a second whether the bell has rung or not: a wake-up that is lost
+    # costs a tenth of a second, and nothing else tells of it.
+    with ClusterEnv("CartPole-v1", 4, num_workers=2, network=Network(transport="shm")) as envs:
+        envs.reset(seed=1)
+        actions = np.zeros(4, np.int64)
+        slow = 0
+        for _ in range(500):
+            began = time.monotonic()
+            envs.step(actions)
+            slow += time.monotonic() - began > 0.09
+        assert slow < 10

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clusterenv.adapters.torch import TorchPolicy
-from clusterenv.policy.continuous import DiagonalGaussian
-from clusterenv.policy.discrete import Bernoulli, Categorical, MultiCategorical
+from clusterenv.policy import Bernoulli, Categorical, DiagonalGaussian, MultiCategorical
 from clusterenv.policy.distribution import Distribution
 from clusterenv.policy.policy import Policy
 
@@ -322,4 +321,7 @@ def evaluate(agent: Agent, obs: Obs, action: Any) -> tuple[Any, Any]:
 def is_fast(policy: Policy) -> bool:
     """Say whether a worker's policy calls the networks directly."""
     assert isinstance(policy, TorchPolicy)
-    return getattr(policy._reading, "_networks", None) is not None or getattr(policy._reading, "_mlp", None) is not None
+    return (
+        getattr(policy._inference, "_networks", None) is not None
+        or getattr(policy._inference, "_mlp", None) is not None
+    )

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from benchmarks.agents import MlpAgent
-from benchmarks.ppo import Learner, PpoConfig
+from experiments.agents import MlpAgent
+from experiments.ppo import Learner, PpoConfig
 from matplotlib import pyplot as plt
 
 from clusterenv import AdaptiveSync, ClusterEnv, EveryUpdate

@@ -13,8 +13,8 @@ import sys
 
 import numpy as np
 import torch
-from benchmarks.agents import MlpAgent
-from benchmarks.ppo import Learner, PpoConfig
+from experiments.agents import MlpAgent
+from experiments.ppo import Learner, PpoConfig
 from numpy.typing import NDArray
 
 from clusterenv import AdaptiveSync, ClusterEnv, Rollout

@@ -76,7 +76,7 @@ def train(args: Args) -> list[float]:
     envs = ClusterEnv("LunarLander-v3", args.num_envs, sync=sync, launcher=args.launcher)
     envs.reset(seed=args.seed)
     began = time.perf_counter()
-    stream = envs.stream(agent, args.num_steps, num_envs=args.num_envs)
+    stream = envs.stream(agent, args.num_steps, min_envs=args.num_envs)
     for rollout in itertools.islice(stream, num_updates):
         returns += rollout.episodes.returns.tolist()
         learn(

@@ -3,22 +3,22 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from clusterenv.config import Timeouts
-from clusterenv.env import ClusterEnv
-from clusterenv.errors import ClusterEnvError
-from clusterenv.factories import NativeVector
-from clusterenv.head.crew import Loss
-from clusterenv.head.stream import Stream
-from clusterenv.launchers.local import LocalLauncher
-from clusterenv.policy.policy import BasePolicy, Decision, Policy
-from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync
-from clusterenv.rollout import Rollout
-from clusterenv.wire.values import RemoteObject
-
 if TYPE_CHECKING:
+    from clusterenv import errors, policy
+    from clusterenv.config import Faults, Network, Timeouts
+    from clusterenv.env import ClusterEnv
+    from clusterenv.errors import ClusterEnvError
+    from clusterenv.head.stream import Stream
+    from clusterenv.head.supervisor import Loss
     from clusterenv.launchers.by_hand import ByHandLauncher
+    from clusterenv.launchers.local import LocalLauncher
     from clusterenv.launchers.slurm import SlurmLauncher
     from clusterenv.launchers.ssh import SSHLauncher
+    from clusterenv.policy.policy import BasePolicy, Decision, Policy
+    from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync
+    from clusterenv.rollout import Rollout
+    from clusterenv.setup.factories import NativeVector
+    from clusterenv.wire.values import RemoteObject
 
 __version__ = "0.1.0"
 
@@ -30,9 +30,11 @@ __all__ = [
     "ClusterEnvError",
     "Decision",
     "EveryUpdate",
+    "Faults",
     "LocalLauncher",
     "Loss",
     "NativeVector",
+    "Network",
     "NeverSync",
     "PeriodicSync",
     "Policy",
@@ -42,13 +44,44 @@ __all__ = [
     "SlurmLauncher",
     "Stream",
     "Timeouts",
+    "errors",
+    "policy",
 ]
 
-# Imported when they are first used: a script that stays on one machine need not load them.
-_LAUNCHERS = {"ByHandLauncher": "by_hand", "SSHLauncher": "ssh", "SlurmLauncher": "slurm"}
+# Imported when they are first used: a script that stays on one machine need not load the other launchers, and a
+# worker's guardian, which has this package as a parent, needs nearly nothing.
+_HOMES = {
+    "AdaptiveSync": "policy.sync",
+    "BasePolicy": "policy.policy",
+    "ByHandLauncher": "launchers.by_hand",
+    "ClusterEnv": "env",
+    "ClusterEnvError": "errors",
+    "Decision": "policy.policy",
+    "EveryUpdate": "policy.sync",
+    "Faults": "config",
+    "LocalLauncher": "launchers.local",
+    "Loss": "head.supervisor",
+    "NativeVector": "setup.factories",
+    "Network": "config",
+    "NeverSync": "policy.sync",
+    "PeriodicSync": "policy.sync",
+    "Policy": "policy.policy",
+    "RemoteObject": "wire.values",
+    "Rollout": "rollout",
+    "SSHLauncher": "launchers.ssh",
+    "SlurmLauncher": "launchers.slurm",
+    "Stream": "head.stream",
+    "Timeouts": "config",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name in _LAUNCHERS:
-        return getattr(importlib.import_module(f"clusterenv.launchers.{_LAUNCHERS[name]}"), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"clusterenv.{_HOMES[name]}"), name)
+    if name in ("errors", "policy"):
+        return importlib.import_module(f"clusterenv.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import inspect
 import logging
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from clusterenv.config import thread_variables, usable_cores
-from clusterenv.errors import ClusterEnvError
+from clusterenv.errors import ClusterEnvError, ConfigError
 from clusterenv.launchers.local import LocalLauncher
-from clusterenv.launchers.options import Recipe, add_options, make_launcher
 from clusterenv.launchers.slurm import SlurmLauncher
 from clusterenv.launchers.ssh import SSHLauncher
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE
+
+Recipe = Callable[..., Any]  # A launcher's class.
 
 LAUNCHERS: dict[str, tuple[Recipe, str]] = {
     "local": (LocalLauncher, "workers as child processes on this machine"),
@@ -68,23 +74,22 @@ def _add_worker(commands: Any) -> None:
         "$SLURM_PROCID, $OMPI_COMM_WORLD_RANK, $PMI_RANK, $PBS_ARRAY_INDEX, $SGE_TASK_ID - 1 or $LSB_JOBINDEX - 1",
     )
     worker.add_argument(
-        "--threads",
+        "--cpus",
         type=int,
         default=1,
         metavar="N",
-        help="threads for BLAS, OpenMP and torch, unless $OMP_NUM_THREADS and its like are set (default: 1)",
+        help="threads of BLAS, OpenMP and torch, unless $OMP_NUM_THREADS and its like are set (default: 1)",
     )
     worker.set_defaults(run=_run_worker)
 
 
 def _run_worker(arguments: argparse.Namespace) -> NoReturn:
-    from clusterenv.launchers.by_hand import find_index
-    from clusterenv.launchers.ticket_file import read_ticket
+    from clusterenv.launchers.by_hand import find_index, read_ticket
 
     ticket = read_ticket(arguments.ticket)
     worker_index = find_index(os.environ) if arguments.index is None else arguments.index
     environment = {
-        **thread_variables(arguments.threads),
+        **thread_variables(arguments.cpus),
         **os.environ,
         TICKET_VARIABLE: ticket.encode(),
         WORKER_VARIABLE: str(worker_index),
@@ -114,7 +119,7 @@ def _add_launch(commands: Any) -> None:
 
 
 def _run_launch(arguments: argparse.Namespace) -> int:
-    from clusterenv.launchers.ticket_file import read_ticket
+    from clusterenv.launchers.by_hand import read_ticket
 
     launcher = make_launcher(LAUNCHERS[arguments.launcher][0], arguments)
     num_workers = _count_workers(arguments, launcher)
@@ -158,8 +163,8 @@ def _add_doctor(commands: Any) -> None:
         kind.add_argument(
             "--env", metavar="ID", help="an environment that must work there: CartPole-v1, or my_module:MyEnv-v0"
         )
-        kind.add_argument("--listen", metavar="ADDRESS", help="as ClusterEnv(listen=...)")
-        kind.add_argument("--advertise", metavar="ADDRESS", help="as ClusterEnv(advertise=...)")
+        kind.add_argument("--listen", metavar="ADDRESS", help="as ClusterEnv(network=Network(listen=...))")
+        kind.add_argument("--advertise", metavar="ADDRESS", help="as ClusterEnv(network=Network(advertise=...))")
         kind.add_argument(
             "--timeout",
             type=float,
@@ -192,9 +197,97 @@ def _add_num_workers(parser: argparse.ArgumentParser) -> None:
         "--num-workers",
         type=int,
         metavar="N",
-        help="how many workers (default: as many as the launcher is for, or one per core of this machine)",
+        help="how many workers (default: as many as the launcher suggests, or one per core of this machine)",
     )
 
 
 def _count_workers(arguments: argparse.Namespace, launcher: Any) -> int:
-    return int(arguments.num_workers or launcher.num_workers or usable_cores())
+    return int(arguments.num_workers or launcher.suggested_workers or usable_cores())
+
+
+def add_options(parser: argparse.ArgumentParser, recipe: Recipe) -> None:
+    """Give the parser an option for each field of a launcher, `--log-dir` for `log_dir`: what it can do, this can."""
+    hints = typing.get_type_hints(recipe)
+    texts = _attribute_texts(recipe)
+    for field in dataclasses.fields(recipe):  # type: ignore[arg-type]  # every launcher is a dataclass
+        kinds = _kinds(hints[field.name])
+        text = texts.get(field.name, "").replace("%", "%%")
+        settings: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
+        if bool in kinds:
+            settings |= {"action": argparse.BooleanOptionalAction}
+        elif Mapping in kinds:
+            values = "NAME[=VALUE]" if Sequence in kinds else "NAME=VALUE"
+            settings |= {"action": "append", "metavar": values}
+            text += " May be repeated."
+        elif Sequence in kinds:
+            settings |= {"action": "append", "metavar": "TEXT"}
+            text += " May be repeated; a value that begins with a dash is written with an equals sign."
+        else:
+            settings |= {"type": _scalar(kinds), "metavar": _scalar(kinds).__name__.upper().replace("STR", "TEXT")}
+        is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        parser.add_argument(f"--{field.name.replace('_', '-')}", help=text, required=is_required, **settings)
+
+
+def make_launcher(recipe: Recipe, arguments: argparse.Namespace) -> Any:
+    """Make the launcher from what the parser read.
+
+    Raises:
+        ConfigError: The launcher refuses a value.
+    """
+    hints = typing.get_type_hints(recipe)
+    settings = {}
+    for field in dataclasses.fields(recipe):  # type: ignore[arg-type]  # every launcher is a dataclass
+        if not hasattr(arguments, field.name):
+            continue
+        value = getattr(arguments, field.name)
+        kinds = _kinds(hints[field.name])
+        if Mapping in kinds and (Sequence not in kinds or any("=" in item for item in value)):
+            value = dict(_read_pair(item, hints[field.name], field.name) for item in value)
+        settings[field.name] = value
+    return recipe(**settings)
+
+
+def _kinds(hint: Any) -> set[Any]:
+    """Return what a field may hold: classes of scalars, and `Sequence` or `Mapping` for whatever is one."""
+    kinds = set()
+    for member in _members(hint):
+        kind = typing.get_origin(member) or member
+        if kind is types.NoneType:
+            continue
+        if isinstance(kind, type) and issubclass(kind, Mapping):
+            kind = Mapping
+        elif isinstance(kind, type) and issubclass(kind, Sequence) and not issubclass(kind, str):
+            kind = Sequence
+        kinds.add(kind)
+    return kinds
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _scalar(kinds: set[Any]) -> type:
+    for kind in (str, Path, float, int):
+        if kind in kinds:
+            return kind
+    raise TypeError(f"There is no option for a field that holds {kinds}.")
+
+
+def _read_pair(text: str, hint: Any, name: str) -> tuple[str, Any]:
+    """Read NAME=VALUE; NAME alone stands for one, or for true."""
+    mapping = next(member for member in _members(hint) if _kinds(member) == {Mapping})
+    value_kinds = _kinds(typing.get_args(mapping)[1])
+    key, separator, value = text.partition("=")
+    if str in value_kinds:
+        return key, value if separator else True
+    try:
+        return key, int(value) if separator else 1
+    except ValueError:
+        raise ConfigError(f"--{name.replace('_', '-')} {text}: {value!r} is not a number.") from None
+
+
+def _attribute_texts(recipe: Recipe) -> dict[str, str]:
+    """Read what the class's docstring says about each attribute."""
+    _, _, attributes = (inspect.getdoc(recipe) or "").partition("Attributes:\n")
+    found = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", attributes, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,26 +12,52 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.actions import is_batch
 from clusterenv.adapters import as_policy
-from clusterenv.config import Timeouts
-from clusterenv.errors import ConfigError
-from clusterenv.exchange import Exchange
-from clusterenv.factories import EnvArgument, resolve
-from clusterenv.head.conductor import Conductor
-from clusterenv.head.crew import Loss
+from clusterenv.config import Faults, Network, Timeouts
+from clusterenv.errors import ConfigError, WorkerLost
+from clusterenv.head.exchange import Exchange
+from clusterenv.head.outcome import Outcome
 from clusterenv.head.remote import Remote
+from clusterenv.head.rollouts import Rollouts
 from clusterenv.head.stream import Stream, StreamWish
+from clusterenv.head.supervisor import Loss
+from clusterenv.head.worker import Worker
 from clusterenv.launchers.base import Launcher
 from clusterenv.launchers.local import LocalLauncher
-from clusterenv.plan import Plan
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sync import AdaptiveSync, SyncRule
 from clusterenv.rollout import Rollout
-from clusterenv.sample import ObservationMode, take_sample
-from clusterenv.start import Options, count_workers, start_workers
+from clusterenv.setup.factories import EnvArgument, resolve
+from clusterenv.setup.sample import ObservationMode, check_mode, make_sample
+from clusterenv.setup.start import count_workers, make_assignment, start_workers
 from clusterenv.vector import BackedVectorEnv, Stepped
+from clusterenv.wire.buffers import check_collectable
 
 if TYPE_CHECKING:  # Only who has no workers needs what workers are made of.
     from clusterenv.inline import Inline, InlineStream
+
+_FAULTS, _NETWORK, _TIMEOUTS = Faults(), Network(), Timeouts()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStatus:
+    """What is known of a worker.
+
+    Attributes:
+        pid: Of its process, on its own machine; None before it has joined.
+        host: The name of that machine.
+        state: "starting", "preparing", "ready", "lost", or "late" if the run began without it.
+        environments: The indices of those it hosts.
+        version: Of the policy's weights that it holds; 0 if it holds none.
+        losses: Those that were lost in its place, and replaced.
+    """
+
+    index: int
+    pid: int | None
+    host: str
+    state: str
+    environments: tuple[int, ...]
+    version: int
+    losses: tuple[Loss, ...]
 
 
 class ClusterEnv(BackedVectorEnv):
@@ -45,18 +74,14 @@ class ClusterEnv(BackedVectorEnv):
         *,
         num_workers: int | None = None,
         launcher: Launcher | None = None,
-        transport: str = "auto",
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        sync: SyncRule | None = None,
+        autoreset_mode: str | AutoresetMode = "NextStep",
         observation_mode: ObservationMode = "same",
         copy: bool = True,
         env_kwargs: dict[str, Any] | None = None,
-        sync: SyncRule | None = None,
-        on_loss: str = "replace",
-        min_workers: int | None = None,
-        on_env_error: str = "raise",
-        timeouts: Timeouts | None = None,
-        listen: str | None = None,
-        advertise: str | None = None,
+        faults: Faults = _FAULTS,
+        network: Network = _NETWORK,
+        timeouts: Timeouts = _TIMEOUTS,
     ) -> None:
         """Start the workers and make the environments; returns when all are ready.
 
@@ -68,25 +93,15 @@ class ClusterEnv(BackedVectorEnv):
                 one per usable core, at most `num_envs`. 0 runs everything in this very process: for breakpoints, and
                 for environments so cheap that nothing is won.
             launcher: Where workers are started; by default as children of this process.
-            transport: "auto" uses shared memory for every worker that can reach it and ZeroMQ for the others; "shm" and
-                "zmq" insist on one.
+            sync: When a policy on the workers takes the learner's newest weights; `AdaptiveSync()` by default.
             autoreset_mode: What happens when an episode ends, as in Gymnasium.
             observation_mode: How observation spaces are batched, as in Gymnasium.
             copy: Whether `reset` and `step` return observations of the caller's own. False saves the copy, and the
-                arrays change with the next step.
+                arrays change with the step after the next one.
             env_kwargs: Arguments for `gymnasium.make`, with an id or a spec.
-            sync: When a policy on the workers takes the learner's newest weights; `AdaptiveSync()` by default.
-            on_loss: What happens when a worker dies, hangs or vanishes. "replace" starts a new one and makes its
-                environments again: `step` returns their rows truncated, with `info["worker_lost"]`, and `rollout`
-                collects them anew. "raise" raises WorkerLost.
-            min_workers: Begin when this many workers are there. `stream` uses those that are; the others take part as
-                they come. All other calls wait for all.
-            on_env_error: What happens when an environment raises. "raise" raises WorkerFailed. "reset" truncates its
-                episode, with `info["env_error"]`, and goes on; see docs/reliability.md.
+            faults: What happens when a worker is lost or an environment raises.
+            network: How workers reach the head.
             timeouts: How long to wait for workers to join, answer and end.
-            listen: The head's own address for workers to come in by, "HOST" or "HOST:PORT"; by default the one that
-                routes to the launcher's hosts (this machine's loopback for local workers), and a random port.
-            advertise: What workers are told, if it differs: behind a NAT, or with a forwarded port.
 
         Raises:
             ConfigError: An argument is wrong, or a factory cannot be sent to a worker.
@@ -95,66 +110,83 @@ class ClusterEnv(BackedVectorEnv):
         """
         super().__init__()
         factories = resolve(env, num_envs, env_kwargs)
-        options = Options(
-            transport=transport,
-            listen=listen,
-            advertise=advertise,
-            on_loss=on_loss,
-            min_workers=min_workers,
-            on_env_error=on_env_error,
-            timeouts=timeouts or Timeouts(),
-        )
+        for name, value, kind in (
+            ("faults", faults, Faults),
+            ("network", network, Network),
+            ("timeouts", timeouts, Timeouts),
+        ):
+            if not isinstance(value, kind):
+                raise ConfigError(f"{name} must be a {kind.__name__}(...), got {value!r}.")
         self.num_envs = factories.num_envs
         launcher = launcher or LocalLauncher()
         self.num_workers = count_workers(num_workers, self.num_envs, launcher)
-        if min_workers is not None and not 1 <= min_workers <= self.num_workers:
-            raise ConfigError(f"min_workers must be 1 to num_workers={self.num_workers}, got {min_workers}.")
+        if (faults.min_workers or 0) > self.num_workers:
+            raise ConfigError(f"Faults.min_workers={faults.min_workers}, but num_workers={self.num_workers}.")
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.observation_mode = observation_mode
         self.copy = copy
         self.spec = factories.spec
 
-        def make_plan() -> Plan:
-            return Plan(
-                factories=factories,
-                sample=take_sample(factories, observation_mode, keeps=self.num_workers == 0),
-                autoreset_mode=self.autoreset_mode,
-                must_equal=observation_mode == "same",
-                num_workers=self.num_workers,
-                on_env_error=on_env_error,
-            )
-
+        check_mode(observation_mode)
         backend: Remote | Inline
         if self.num_workers == 0:
             from clusterenv.inline import Inline
 
-            plan = make_plan()
-            backend = Inline(plan.assignment(0, self.num_envs))
+            shard = 0, self.num_envs
+            inline = Inline(make_assignment(factories, shard, self.autoreset_mode, faults.on_env_error, []))
+            own = inline.description
+            sample = make_sample([(self.num_envs, own)], observation_mode, self.num_envs, lambda: own)
+            inline.open(sample.run_spaces)
+            backend = inline
         else:
-            backend, plan = start_workers(launcher, self.num_envs, self.num_workers, options, make_plan)
-        self._serve(backend, plan.sample)
-        self._conductor = Conductor(
-            backend,
-            sync or AdaptiveSync(),
-            (self._action_layout, self._observation_layout),
-            self.autoreset_mode,
-            copies=copy,
-        )
-        self._exchange = Exchange(backend, self._action_layout, self._observation_layout)
+            backend, sample = start_workers(
+                launcher,
+                factories,
+                self.num_workers,
+                mode=self.autoreset_mode,
+                observation_mode=observation_mode,
+                faults=faults,
+                network=network,
+                timeouts=timeouts,
+            )
+        self._serve(backend, sample)
+        layouts = self._action_layout, self._observation_layout
+        self._rollouts = Rollouts(backend, sync or AdaptiveSync(), layouts, self.autoreset_mode, copies=copy)
+        if isinstance(backend, Remote):
+            backend.on_adopted = self._rollouts.versions.note_adopted
+            backend.weights_now = self._rollouts.versions.encode_newest
+        self._exchange = Exchange(backend, *layouts)
+        self._is_exchanging = False  # Whether `send` or `recv` may have left something behind.
         self._agent: tuple[object, Policy] | None = None
         self._stream: Stream | InlineStream | None = None
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """The workers' process ids, in the order of the environments they host."""
-        return self._backend.pids
+        return tuple(worker.pid or 0 for worker in self._workers)
+
+    @property
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        """What is known of each worker now, in the order of the environments they host."""
+        return tuple(
+            WorkerStatus(
+                index=worker.index,
+                pid=worker.pid,
+                host=worker.hostname,
+                state=worker.state.value,
+                environments=worker.env_indices,
+                version=worker.policy.version,
+                losses=tuple(loss for loss in self._backend.losses if loss.worker_index == worker.index),
+            )
+            for worker in self._workers
+        )
 
     @property
     def losses(self) -> tuple[Loss, ...]:
         """The workers that were lost and replaced, with the seeds their environments were reset with."""
         return tuple(self._backend.losses)
 
-    def step(self, actions: Any, **values: Any) -> Stepped:
+    def step(self, actions: Any, *, values: Mapping[str, Any] | None = None) -> Stepped:
         """Step every environment once.
 
         Rows are ordered by environment index, whichever worker answered first.
@@ -163,90 +195,90 @@ class ClusterEnv(BackedVectorEnv):
             actions: One action per environment, shape `(num_envs, *action_shape)`, or a sequence of single actions. Or
                 an agent: then the workers choose the actions, and the info holds "action", whatever else the policy
                 returns ("logprob", "value", ...) and "policy_version".
-            values: With an agent: per-call values for its policy, such as epsilon.
+            values: With an agent: per-call values for its policy, such as `{"epsilon": 0.1}`.
 
         Raises:
             WorkerFailed: An environment raised.
             WorkerLost: A worker died.
-            CallTimeout: A worker did not answer in time.
         """
-        try:
-            self.step_async(actions, **values)
-            return self.step_wait()
-        except KeyboardInterrupt:
-            self._pending = None
-            raise
+        with self._owner:
+            try:
+                self._start_step(actions, values)
+                return self._step_wait(None)
+            except KeyboardInterrupt:
+                self._pending = None
+                raise
 
-    def step_async(self, actions: Any, **values: Any) -> None:
+    def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
+        """Start a reset; `reset_wait` brings its results."""
+        with self._owner:
+            self._rollouts.versions.forget_probes()
+            super().reset_async(seed, options)
+
+    def step_async(self, actions: Any, *, values: Mapping[str, Any] | None = None) -> None:
         """Start a step; `step_wait` brings its results."""
-        if self._pending is not None or self._stream is not None or self.closed:
+        with self._owner:
+            self._start_step(actions, values)
+
+    def _start_step(self, actions: Any, values: Mapping[str, Any] | None) -> None:
+        if self._pending is not None or self._stream is not None or self._is_exchanging or self.closed:
             self._check_idle("step_async")
         if isinstance(actions, np.ndarray) or is_batch(actions):
             if values:
-                raise TypeError(f"Per-call values ({', '.join(values)}) go with an agent, not with actions.")
-            self._backend.step(self._actions.place(actions))
-            self._pending = "step"
+                raise TypeError("values= goes with an agent, whose policy is given them, not with actions.")
+            # Before it begins: if it fails or is interrupted, its workers may have forgotten theirs.
+            self._rollouts.versions.forget_probes()
+            self._pending = "step", self._backend.step(self._actions.place(actions))
         else:
+            self._check_idle("step_async")
             policy = self._policy_of(actions)
             self._ensure_reset()
-            self._conductor.start_step(policy, values)
-            self._pending = "step"
+            self._pending = "step", self._rollouts.start_step(policy, dict(values or {}))
 
-    def step_wait(self, timeout: float | None = None) -> Stepped:
-        """Wait for the step under way, at most `timeout` seconds."""
-        stepped = super().step_wait(timeout)
-        self._conductor.note_step(stepped[4])
-        return stepped
-
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """Wait for the reset under way, at most `timeout` seconds."""
-        reset = super().reset_wait(timeout)
-        self._conductor.note_reset(reset[1])
-        return reset
-
-    def rollout(self, agent: Any, num_steps: int, **values: Any) -> Rollout:
+    def rollout(self, agent: Any, num_steps: int, *, values: Mapping[str, Any] | None = None) -> Rollout:
         """Let the workers step every environment `num_steps` times, with actions the agent's policy chooses there.
 
-        New weights of the agent are noticed by themselves, and travel to a worker when the sync rule says so.
+        New weights of the agent are noticed automatically, and travel to a worker when the sync rule says so.
         Episodes go on from one rollout to the next; environments that were never reset are reset first,
         without a seed.
 
         Args:
             agent: A torch module, a `Policy`, or a function from observations to actions.
             num_steps: T.
-            values: Per-call values for the policy, such as epsilon.
+            values: Per-call values for the policy, such as `{"epsilon": 0.1}`.
 
         Raises:
             PolicyError: The agent cannot be read as a policy, or its actions do not fit the action space.
             WorkerFailed: An environment or the policy raised on a worker.
         """
-        self._check_idle("rollout")
-        if num_steps < 1:
-            raise ConfigError(f"num_steps must be at least 1, got {num_steps}.")
-        policy = self._policy_of(agent)
-        self._ensure_reset()
-        return self._conductor.rollout(policy, num_steps, values)
+        with self._owner:
+            self._check_idle("rollout")
+            if num_steps < 1:
+                raise ConfigError(f"num_steps must be at least 1, got {num_steps}.")
+            policy = self._policy_of(agent)
+            self._ensure_reset()
+            return self._rollouts.rollout(policy, num_steps, dict(values or {}))
 
     def stream(
         self,
         agent: Any,
         num_steps: int,
         *,
-        num_envs: int = 1,
+        min_envs: int = 1,
         in_flight: int = 2,
         max_lag: float | None = None,
-        **values: Any,
+        values: Mapping[str, Any] | None = None,
     ) -> Stream | InlineStream:
         """Let the workers keep making rollouts, and yield them as they are made, while the caller learns from them.
 
         Use it as an iterator; as a context manager it is ended at the end of the block. It can be left and taken up
         again. Any other call on this object ends it; rollouts that were not delivered are then thrown away, and
-        counted in `stats`. New weights of the agent are noticed by themselves whenever the next rollout is asked for.
+        counted in `stats`. New weights of the agent are noticed automatically whenever the next rollout is asked for.
 
         Args:
             agent: As for `rollout`.
             num_steps: T of each rollout.
-            num_envs: Gather the rollouts of at least so many environments into one. By default each worker's comes by
+            min_envs: Gather the rollouts of at least so many environments into one. By default each worker's comes by
                 itself. `Rollout.env_indices` says whose columns they are.
             in_flight: How many rollouts a worker may make ahead of what was delivered. More keep it busy when learning
                 takes long, and make what it delivers older.
@@ -259,21 +291,29 @@ class ClusterEnv(BackedVectorEnv):
             PolicyError: The agent cannot be read as a policy, or its actions do not fit the action space.
             WorkerFailed: An environment or the policy raised on a worker.
         """
-        self._check_idle("stream")
-        wish = StreamWish(num_steps=num_steps, num_envs=num_envs, in_flight=in_flight, max_lag=max_lag, values=values)
-        policy = self._policy_of(agent)
-        if num_envs > self.num_envs:
-            raise ConfigError(f"num_envs={num_envs}, but there are only {self.num_envs} environments.")
-        if not isinstance(self._backend, Remote):
-            from clusterenv.inline import InlineStream
+        with self._owner:
+            self._check_idle("stream")
+            values = dict(values or {})
+            wish = StreamWish(
+                num_steps=num_steps, min_envs=min_envs, in_flight=in_flight, max_lag=max_lag, values=values
+            )
+            policy = self._policy_of(agent)
+            if min_envs > self.num_envs:
+                raise ConfigError(f"min_envs={min_envs}, but there are only {self.num_envs} environments.")
+            backend = self._backend
+            if not isinstance(backend, Remote):
+                from clusterenv.inline import InlineStream
 
-            self._ensure_reset()
-            self._stream = InlineStream(lambda current: self._conductor.rollout(policy, num_steps, current), values)
-        else:
-            with self._backend.crew.without_late():
                 self._ensure_reset()
-                self._stream = self._conductor.stream(self._backend, policy, wish)
-        return self._stream
+                self._stream = InlineStream(lambda current: self._rollouts.rollout(policy, num_steps, current), values)
+            else:
+                check_collectable(*self._rollouts.layouts)
+                with backend.without_late(), self._rollouts.distrust_after_failure():
+                    self._ensure_reset()
+                    backend.settle()
+                    pulls = self._rollouts.versions.prepare(policy, values)
+                    self._stream = Stream(backend, self._rollouts, policy, wish, pulls, self._owner)
+            return self._stream
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers and leave nothing behind.
@@ -283,7 +323,7 @@ class ClusterEnv(BackedVectorEnv):
                 `Timeouts.close_s` by default.
             terminate: Do not wait for them at all.
         """
-        if self._stream is not None:
+        if self._stream is not None and self._owner.is_here:
             self._stream.abandon()
         super().close_extras(timeout, terminate)
 
@@ -294,40 +334,42 @@ class ClusterEnv(BackedVectorEnv):
         and do not want to wait for the slowest worker at every step.
 
         Args:
-            actions: One an environment, in the order of `env_ids`.
+            actions: One per environment, in the order of `env_ids`.
             env_ids: Which environments.
         """
-        if self._pending != "send":
-            self._check_idle("send")
-        self._exchange.send(actions, np.asarray(env_ids))
-        self._pending = None if self._exchange.is_idle else "send"
+        with self._owner:
+            if self._pending is None or self._pending[0] != "send":
+                self._check_idle("send")
+            self._rollouts.versions.forget_probes()
+            with self._exchanging():
+                self._exchange.send(actions, np.asarray(env_ids))
 
     def recv(self, timeout: float | None = None) -> Stepped:
         """Return what `step` does, for the environments that are ready, at least one worker's.
 
         Rows are in the order of `info["env_id"]`.
         """
-        self._check_open()
-        try:
-            received = self._exchange.recv(timeout)
-        finally:
-            self._pending = None if self._exchange.is_idle else "send"
-        self._conductor.note_step(received[4], received[4]["env_id"])
-        return received
+        with self._owner:
+            self._check_open()
+            with self._exchanging():
+                received, errors = self._exchange.recv(timeout)
+            self._rollouts.note_step(len(received[1]), errors)
+            return received
 
     def publish(self, agent: Any) -> None:
         """Say that the agent's weights have changed, where that cannot be noticed: they become the next version."""
-        self._policy_of(agent)
-        self._conductor.publish()
+        with self._owner:
+            self._policy_of(agent)
+            self._rollouts.publish()
 
     @property
     def stats(self) -> dict[str, Any]:
         """What the run has done and what it has cost, as a plain mapping: steps, pulls, bytes by kind, idle time."""
-        return self._conductor.ledger.report(self.num_workers)
+        return self._rollouts.stats.report(self.num_workers)
 
     def summary(self) -> str:
         """Say in a sentence what was done, and what the sync rule saved against pulling every version."""
-        return self._conductor.ledger.summary()
+        return self._rollouts.stats.summary()
 
     def _policy_of(self, agent: object) -> Policy:
         """Return the agent as a policy: the same one as long as it is the same agent."""
@@ -340,7 +382,37 @@ class ClusterEnv(BackedVectorEnv):
             self.reset()
 
     def _check_idle(self, name: str) -> None:
+        if self._pending is not None and self._pending[0] == "send" and self._exchange.is_idle:
+            self._pending = None
         super()._check_idle(name)
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+        if self._is_exchanging and name != "send":
+            self._exchange.forget()  # It was interrupted.
+            self._is_exchanging = False
+
+    @contextlib.contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Note afterwards whether results are to be received. After Ctrl-C they may be, but any other call may come."""
+        self._is_exchanging = True
+        try:
+            yield
+        except WorkerLost:
+            self._exchange.forget()  # For good: other calls say so, too.
+            raise
+        except KeyboardInterrupt:
+            self._pending = None
+            raise
+        self._pending = None if self._exchange.is_idle else ("send", None)
+        self._is_exchanging = self._pending is not None
+
+    def _note_step(self, outcome: Outcome) -> None:
+        self._rollouts.note_step(self.num_envs, outcome.errors)
+
+    def _note_reset(self, outcome: Outcome) -> None:
+        self._rollouts.note_errors(outcome.errors)
+
+    @property
+    def _workers(self) -> Sequence[Worker]:
+        return self._backend.workers if self.num_workers else ()

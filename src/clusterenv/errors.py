@@ -5,7 +5,8 @@ ClusterEnvError
 ├── LaunchError (RuntimeError)          workers did not start or did not join
 ├── CallTimeout (TimeoutError, ...)     a worker has not answered in time; the call is still pending
 ├── WorkerLost (RuntimeError)           a worker died or left
-├── WorkerFailed (RuntimeError)         an environment or policy raised on a worker
+├── WorkerFailed (RuntimeError, ...)    an environment, a policy or a factory raised on a worker
+├── ConcurrentUse (RuntimeError)        two threads, or a forked process, use one object
 ├── SpaceMismatch (ValueError)          an environment returned what its own space does not allow
 ├── PolicyError (ValueError)            an agent cannot be read, or weights do not fit it
 └── WireError (ValueError)              bytes that are no message of ours
@@ -13,7 +14,14 @@ ClusterEnvError
 
 from __future__ import annotations
 
+import builtins
+import functools
 import multiprocessing
+from typing import Any
+
+# A `for` loop, or a generator, would take the first two for an end; groups cannot be made without their exceptions.
+_NEVER_ALSO = (StopIteration, StopAsyncIteration, BaseExceptionGroup)
+_HEAP_TYPE = 1 << 9  # CPython's flag of classes that were made by a class statement.
 
 
 class ClusterEnvError(Exception):
@@ -45,23 +53,81 @@ class WorkerLost(ClusterEnvError, RuntimeError):
         self.worker_index = worker_index
         self.env_indices = env_indices
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_loss, (self.args[0],), self.__dict__
+
 
 class WorkerFailed(ClusterEnvError, RuntimeError):
-    """An environment or policy raised an exception on a worker.
+    """An environment, a policy, a factory, or a function given to `apply` raised an exception on a worker.
+
+    If that was of a built-in type, or of one that descends from it, this is an instance of that type as well, so that
+    `except ValueError` catches it; not for StopIteration and StopAsyncIteration, nor for what is not an Exception
+    (SystemExit, KeyboardInterrupt, ...), which arrive as a plain WorkerFailed.
 
     `__cause__` is an exception of the original type where that type is known on the head.
 
     Attributes:
         worker_index: Which worker.
         env_indices: The environments concerned: one if it is known which, else the worker's whole shard.
-        remote_traceback: The traceback as the worker formatted it.
+        remote_traceback: The traceback as the worker formatted it, from the user's first frame on.
     """
+
+    _also = ""  # The name of the built-in type.
 
     def __init__(self, message: str, *, worker_index: int, env_indices: tuple[int, ...], remote_traceback: str) -> None:
         super().__init__(message)
         self.worker_index = worker_index
         self.env_indices = env_indices
         self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # Not as a KeyError, say, would show it.
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_failure, (self._also, self.args[0]), self.__dict__
+
+
+def worker_failed_type(name: str) -> type[WorkerFailed]:
+    """Return WorkerFailed, or a subclass of it that is also of a built-in type.
+
+    Args:
+        name: Of the type. One that is not known, or must not be caught as what it is, is passed over.
+    """
+    kind = _KNOWN.get(name)
+    if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, _NEVER_ALSO):
+        return WorkerFailed
+    return WorkerFailed if issubclass(WorkerFailed, kind) else _make_failed_type(name)
+
+
+@functools.cache
+def _make_failed_type(name: str) -> type[WorkerFailed]:
+    kind: type[Exception] = _KNOWN[name]
+
+    def make(cls: type[WorkerFailed], message: str, **attributes: object) -> WorkerFailed:
+        # That of the built-in type whose layout it has: an OSError, say, has more fields than a RuntimeError. Without
+        # arguments: some types insist on more than one.
+        layout: Any = cls
+        while layout.__flags__ & _HEAP_TYPE and layout.__base__ is not None:
+            layout = layout.__base__
+        failed: WorkerFailed = layout.__new__(cls)
+        return failed
+
+    names = {"__new__": make, "__doc__": WorkerFailed.__doc__, "__module__": __name__, "_also": name}
+    return type(WorkerFailed.__name__, (WorkerFailed, kind), names)
+
+
+def _restore_failure(name: str, message: str) -> WorkerFailed:
+    """Unpickle: the attributes follow as the state."""
+    return worker_failed_type(name)(message, worker_index=-1, env_indices=(), remote_traceback="")
+
+
+def _restore_loss(message: str) -> WorkerLost:
+    """Unpickle: the attributes follow as the state."""
+    return WorkerLost(message, worker_index=-1, env_indices=())
+
+
+class ConcurrentUse(ClusterEnvError, RuntimeError):
+    """Two threads at a time, or a forked copy of the process, use the same environments."""
 
 
 class SpaceMismatch(ClusterEnvError, ValueError):
@@ -74,3 +140,8 @@ class PolicyError(ClusterEnvError, ValueError):
 
 class WireError(ClusterEnvError, ValueError):
     """Bytes that are no message of ours: wrong type, dtype, shape or size."""
+
+
+# Of ours, those that a worker may raise, and that a user may want to catch by their names.
+OWN_TYPES: tuple[type[Exception], ...] = (ConfigError, SpaceMismatch, PolicyError)
+_KNOWN: dict[str, Any] = {**vars(builtins), **{kind.__name__: kind for kind in OWN_TYPES}}

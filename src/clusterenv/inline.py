@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,91 +11,159 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from clusterenv.head.outcome import Collection, Outcome
+from clusterenv.head.worker import State, Worker
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sketch import Measurement, Sketch
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.rollout import Rollout
 from clusterenv.wire.arrays import allocate
-from clusterenv.wire.assignment import Assignment
-from clusterenv.wire.block import Block
+from clusterenv.wire.assignment import Assignment, RunSpaces
+from clusterenv.wire.buffers import RolloutBuffers, StepBuffers
 from clusterenv.wire.layout import Layout
-from clusterenv.wire.planes import Planes
 from clusterenv.worker.infos import Infos, complete
+from clusterenv.worker.making import describe_envs
 from clusterenv.worker.shard import Shard
+
+Work = Callable[[], Outcome]
+
+
+class InlineCall:
+    """A call that runs when it is waited for, so that an exception comes up where the user stands.
+
+    Attributes:
+        waiting: Whose answer is missing, as a `PendingCall` has it.
+        replies: What it brought.
+        failed: Nothing: an exception is raised as it is.
+    """
+
+    def __init__(self, worker: Worker, work: Work) -> None:
+        self.waiting = {worker: 0}
+        self.replies: dict[Worker, Any] = {}
+        self.failed: list[Any] = []
+        self._work = work
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do it, whatever comes of it."""
+        worker = next(iter(self.waiting))
+        self.waiting = {}
+        try:
+            self.replies[worker] = self._work()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self._error = error
+
+    def result(self) -> Outcome:
+        """Return what it brought, or raise what was raised."""
+        if self._error is not None:
+            raise self._error
+        outcome: Outcome = next(iter(self.replies.values()))
+        return outcome
 
 
 class Inline:
-    """One worker that is no process of its own.
+    """One worker that is not a process of its own.
 
-    Calls run when they are waited for, so that an environment's exception comes up where the user stands. A policy is
-    copied, and updated by the sync rule, just as on a real worker.
+    A policy is copied, and updated by the sync rule, just as on a real worker.
+
+    Attributes:
+        workers: Its only record.
+        description: What the environments are like.
     """
 
-    pids: tuple[int, ...] = ()
     losses: Sequence[Any] = ()  # There is nobody to lose.
 
     def __init__(self, assignment: Assignment) -> None:
-        layouts = Layout(assignment.action_space), Layout(assignment.observation_space)
-        self.planes = Planes.make(*layouts, assignment.num_envs, allocate)
-        self._shard = Shard(assignment, self.planes)
+        """Make the environments; `open` follows."""
+        self.workers = [Worker(0, 0, assignment.num_envs, state=State.READY, has_served=True)]
         self._num_envs = assignment.num_envs
-        self._work: Callable[[], Outcome] | None = None
+        self._shard = Shard(assignment)
+        self._call: InlineCall | None = None
         self._weights: Mapping[str, NDArray[Any]] = {}
-        self._block: Block | None = None
-        try:
-            self._shard.host.open()
-        except BaseException:
-            self._shard.host.close()
-            raise
+        self._rollout: RolloutBuffers | None = None
+        self.description = describe_envs(self._shard.make())
+
+    def open(self, spaces: RunSpaces) -> None:
+        """Lay out the buffers."""
+        layouts = Layout(spaces.action_space), Layout(spaces.observation_space)
+        self.buffers = StepBuffers.make_pair(*layouts, self._num_envs, allocate)
+        self.workers[0].rows = self.buffers
+        self._shard.serve(spaces, self.buffers)
 
     @property
-    def shards(self) -> list[tuple[int, int]]:
-        """One shard with everything."""
-        return [(0, self._num_envs)]
+    def newest(self) -> StepBuffers:
+        """The step buffers that were filled last."""
+        return self.buffers[self.workers[0].shown]
 
-    def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> None:
+    def reset(
+        self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None
+    ) -> InlineCall:
         """Note a reset."""
-        self._work = lambda: self._stepped(self._shard.reset(seeds, mask, options))
+        return self._note(lambda: self._stepped(self._shard.reset(self.workers[0].shown, seeds, mask, options)))
 
-    def step(self, actions: Iterable[Any] | None) -> None:
+    def step(self, actions: Iterable[Any] | None) -> InlineCall:
         """Note a step."""
-        self._work = lambda: self._stepped(self._shard.step(actions))
+        return self._note(lambda: self._fill(lambda buffer: self._shard.step(buffer, actions)))
 
-    def invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def decide(self, version: int, pulls: set[Worker], arguments: Mapping[str, Any]) -> InlineCall:
+        """Note a step in which the policy chooses the actions."""
+        self._load(version, pulls)
+        return self._note(lambda: self._fill(lambda buffer: self._shard.decide(buffer, arguments)))
+
+    def invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InlineCall:
         """Note a call."""
-        self._work = lambda: Outcome({}, [], self._shard.host.call(name, args, kwargs))
+        return self._note(lambda: Outcome({}, [], self._shard.host.call(name, args, kwargs), []))
 
-    def set_attr(self, name: str, items: Sequence[Any]) -> None:
+    def set_attr(self, name: str, items: Sequence[Any]) -> InlineCall:
         """Note the setting of an attribute."""
 
         def work() -> Outcome:
             self._shard.host.set_attr(name, items)
-            return Outcome({}, [], [])
+            return Outcome({}, [], [], [])
 
-        self._work = work
+        return self._note(work)
 
-    def apply(self, function: Callable[[Any], Any], env_indices: Sequence[int]) -> None:
+    def apply(self, function: Callable[[Any], Any], env_indices: Sequence[int]) -> InlineCall:
         """Note a function to run."""
-        self._work = lambda: Outcome({}, [], self._shard.host.apply(function, env_indices))
+        return self._note(lambda: Outcome({}, [], self._shard.host.apply(function, env_indices), []))
 
-    def decide(self, version: int, pulls: Sequence[bool], arguments: Mapping[str, Any]) -> None:
-        """Note a step in which the policy chooses the actions."""
-        self._load(version, pulls)
-        self._work = lambda: self._stepped(self._shard.decide(arguments))
-
-    def step_shard(self, index: int) -> None:
+    def step_shard(self, _worker: Worker) -> InlineCall:
         """Note a step of the only shard there is."""
-        self.step(None)
+        return self.step(None)
 
-    def finish_some(self, timeout_s: float | None = None) -> list[tuple[int, Outcome]]:
-        """Do what was noted."""
-        return [(0, self.finish(timeout_s))]
-
-    def finish(self, timeout_s: float | None = None) -> Outcome:
+    def finish(self, call: InlineCall, _timeout_s: float | None = None) -> Outcome:
         """Do what was noted. There is nobody to wait for, so the timeout has no meaning."""
-        work, self._work = self._work, None
-        assert work is not None, "a call is under way"
-        return work()
+        if call.waiting:
+            call.run()
+        return call.result()
+
+    def wait_for(self, call: InlineCall) -> None:
+        """Raise what a call that was run has raised."""
+        call.result()
+
+    def read_step(self, _worker: Worker, outcome: Outcome) -> Outcome:
+        """Return what a step brought."""
+        return outcome
+
+    def advance(self, _timeout_s: float) -> bool:
+        """Do what was noted last."""
+        if self._call is None or not self._call.waiting:
+            return False
+        self._call.run()
+        return True
+
+    @property
+    def deferred(self) -> contextlib.AbstractContextManager[None]:
+        """Does nothing: there is nobody who could be left half told."""
+        return contextlib.nullcontext()
+
+    def settle(self) -> None:
+        """Do nothing: nothing is ever under way."""
+
+    def raise_fatal(self, workers: Iterable[Worker]) -> None:
+        """Do nothing: there is nobody to lose."""
+
+    def note_reset(self) -> None:
+        """Do nothing: there is nobody to take over."""
 
     def adopt(
         self, policy: Policy, spec: WeightsSpec, version: int, num_probes: int, arguments: Mapping[str, Any]
@@ -102,41 +171,56 @@ class Inline:
         """Take a copy of the policy."""
         weights = spec.decode(spec.encode(policy.weights()))
         self._shard.adopt(copy.deepcopy(policy), version, weights, num_probes, arguments)
-        self._block = None
+        self._rollout = None
 
-    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]], version: int) -> None:
+    def forget_policy(self) -> None:
+        """Do nothing: the next policy replaces this one."""
+
+    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]]) -> None:
         """Keep a version's weights until they are taken."""
         self._weights = spec.decode(spec.encode(weights))
 
-    def take_new(self) -> dict[int, int]:
-        """Return nothing: no worker is ever new."""
-        return {}
-
-    def measure(self, sketches: Mapping[int, Sketch], numbers: Mapping[int, int]) -> dict[int, Measurement]:
+    def measure(self, sketches: Mapping[Worker, tuple[int, Sketch]]) -> dict[Worker, Measurement]:
         """Compare the copy with the newest policy."""
-        return {index: self._shard.measure(sketch, numbers[index]) for index, sketch in sketches.items()}
+        return {worker: self._shard.measure(sketch, number) for worker, (number, sketch) in sketches.items()}
 
     def collect(
-        self, num_steps: int, number: int, version: int, pulls: Sequence[bool], arguments: Mapping[str, Any]
+        self, num_steps: int, number: int, version: int, pulls: set[Worker], arguments: Mapping[str, Any]
     ) -> Collection:
         """Make a rollout."""
         started = time.perf_counter()
         self._load(version, pulls)
-        if self._block is None or len(self._block.rewards) != num_steps:
-            assert self._shard.block_spec is not None, "a policy was adopted"
-            self._block = self._shard.block_spec.make(num_steps, self._num_envs, allocate)
-        summary = self._shard.collect(self._block, number, arguments)
-        return Collection(self._block, [summary], [time.perf_counter() - started])
+        if self._rollout is None or len(self._rollout.rewards) != num_steps:
+            assert self._shard.rollout_layout is not None, "a policy was adopted"
+            self._rollout = self._shard.rollout_layout.make(num_steps, self._num_envs, allocate)
+        summary = self._shard.collect(self._rollout, number, arguments)
+        return Collection(self._rollout, [summary], [time.perf_counter() - started])
 
     def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
         """Close the environments."""
-        self._shard.host.close()
+        self._shard.close()
+
+    def _note(self, work: Work) -> InlineCall:
+        self._call = InlineCall(self.workers[0], work)
+        return self._call
+
+    def _fill(self, step: Callable[[int], Infos]) -> Outcome:
+        """Step into the other buffer, which is shown from then on, whatever comes of it."""
+        worker = self.workers[0]
+        buffer = 1 - worker.shown
+        try:
+            return self._stepped(step(buffer))
+        finally:
+            self._shard.host.show_again(buffer)
+            worker.shown = buffer
 
     def _stepped(self, infos: Infos) -> Outcome:
-        return Outcome(complete(infos, self._num_envs), [list(column) for column in self._shard.host.objects()], [])
+        host = self._shard.host
+        objects = [list(column) for column in host.objects()]
+        return Outcome(complete(infos, self._num_envs), objects, [], list(host.errors))
 
-    def _load(self, version: int, pulls: Sequence[bool]) -> None:
-        if pulls[0]:
+    def _load(self, version: int, pulls: set[Worker]) -> None:
+        if pulls:
             self._shard.load(version, self._weights)
 
 

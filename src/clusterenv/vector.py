@@ -8,15 +8,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from gymnasium import logger
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from numpy.typing import NDArray
 
 from clusterenv.actions import ActionWriter
+from clusterenv.errors import CallTimeout
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.remote import Remote
+from clusterenv.ownership import Ownership
 from clusterenv.resets import checked_mask, spread_seed
-from clusterenv.sample import Sample
+from clusterenv.setup.sample import Sample
 from clusterenv.wire.layout import Layout
 
 if TYPE_CHECKING:
@@ -44,10 +47,10 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._observation_layout = Layout(self.single_observation_space)
         self._action_layout = Layout(self.single_action_space)
         self._backend = backend
-        self._planes = backend.planes
-        self._actions = ActionWriter(self.action_space, self._action_layout, self._planes.actions, self.num_envs)
-        self._pending: str | None = None
+        self._actions = ActionWriter(self.action_space, self._action_layout, backend.buffers[0].actions, self.num_envs)
+        self._pending: tuple[str, Any] | None = None  # The call under way: its name, and what the backend knows it by.
         self._was_reset = False
+        self._owner = Ownership()
         self._finalizer = weakref.finalize(self, backend.close)
 
     @property  # type: ignore[misc]  # read-only, as SyncVectorEnv has it
@@ -72,62 +75,73 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         Returns:
             The observations of all environments, and the infos of those that were reset.
         """
-        try:
-            self.reset_async(seed=seed, options=options)
-            return self.reset_wait()
-        except KeyboardInterrupt:
-            self._pending = None
-            raise
+        with self._owner:
+            try:
+                self.reset_async(seed=seed, options=options)
+                return self.reset_wait()
+            except KeyboardInterrupt:
+                self._pending = None
+                raise
 
     def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
         """Start a reset; `reset_wait` brings its results."""
-        self._check_idle("reset_async")
-        seeds = spread_seed(seed, self.num_envs)
-        mask = None
-        if options is not None and "reset_mask" in options:
-            mask = checked_mask(options["reset_mask"], self.num_envs).tolist()
-            options = {key: value for key, value in options.items() if key != "reset_mask"}
-        self._backend.reset(seeds, mask, options)
-        self._pending = "reset"
+        with self._owner:
+            self._check_idle("reset_async")
+            seeds = spread_seed(seed, self.num_envs)
+            mask = None
+            if options is not None and "reset_mask" in options:
+                mask = checked_mask(options["reset_mask"], self.num_envs).tolist()
+                options = {key: value for key, value in options.items() if key != "reset_mask"}
+            self._pending = "reset", self._backend.reset(seeds, mask, options)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the reset under way, at most `timeout` seconds."""
-        outcome = self._finish("reset", timeout)
-        self._was_reset = True
-        return self._observations(outcome), outcome.infos
+        with self._owner:
+            outcome = self._finish("reset", timeout)
+            self._was_reset = True
+            self._backend.note_reset()
+            self._note_reset(outcome)
+            return self._observations(outcome), outcome.infos
 
     def step_wait(self, timeout: float | None = None) -> Stepped:
         """Wait for the step under way, at most `timeout` seconds."""
+        with self._owner:
+            return self._step_wait(timeout)
+
+    def _step_wait(self, timeout: float | None) -> Stepped:
         outcome = self._finish("step", timeout)
-        planes = self._planes
+        self._note_step(outcome)
+        newest = self._backend.newest
         return (
             self._observations(outcome),
-            planes.rewards.copy(),
-            planes.terminations.copy(),
-            planes.truncations.copy(),
+            newest.rewards.copy(),
+            newest.terminations.copy(),
+            newest.truncations.copy(),
             outcome.infos,
         )
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method, or read an attribute, of every environment, looking through its wrappers."""
-        try:
-            self.call_async(name, *args, **kwargs)
-            return self.call_wait()
-        except KeyboardInterrupt:
-            self._pending = None
-            raise
+        with self._owner:
+            try:
+                self.call_async(name, *args, **kwargs)
+                return self.call_wait()
+            except KeyboardInterrupt:
+                self._pending = None
+                raise
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Start a call; `call_wait` brings its results."""
-        self._check_idle("call_async")
-        if name in _REFUSED_CALLS:
-            raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
-        self._backend.invoke(name, args, kwargs)
-        self._pending = "call"
+        with self._owner:
+            self._check_idle("call_async")
+            if name in _REFUSED_CALLS:
+                raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
+            self._pending = "call", self._backend.invoke(name, args, kwargs)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Wait for the call under way, at most `timeout` seconds; one result an environment."""
-        return tuple(self._finish("call", timeout).results)
+        """Wait for the call under way, at most `timeout` seconds; one result per environment."""
+        with self._owner:
+            return tuple(self._finish("call", timeout).results)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Read an attribute of every environment."""
@@ -140,25 +154,26 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
             name: The attribute; the outermost wrapper that has it is changed.
             values: A list or tuple with a value for each environment, or one value for all.
         """
-        self._check_idle("set_attr")
-        if not isinstance(values, list | tuple):
-            values = [values] * self.num_envs
-        if len(values) != self.num_envs:
-            raise ValueError(
-                "Values must be a list or tuple with length equal to the number of environments. "
-                f"Got `{len(values)}` values for {self.num_envs} environments."
-            )
-        self._backend.set_attr(name, values)
-        self._backend.finish()
+        with self._owner:
+            self._check_idle("set_attr")
+            if not isinstance(values, list | tuple):
+                values = [values] * self.num_envs
+            if len(values) != self.num_envs:
+                raise ValueError(
+                    "Values must be a list or tuple with length equal to the number of environments. "
+                    f"Got `{len(values)}` values for {self.num_envs} environments."
+                )
+            self._wait_for(self._backend.set_attr(name, values))
 
     def apply(self, function: Callable[[Any], Any], indices: Sequence[int]) -> tuple[Any, ...]:
         """Run a function on the environments with these indices, where they are; one result each, in that order."""
-        self._check_idle("apply")
-        indices = [range(self.num_envs)[index] for index in indices]  # Negative ones count from the end.
-        chosen = sorted(set(indices))
-        self._backend.apply(function, chosen)
-        results = dict(zip(chosen, self._backend.finish().results, strict=True))
-        return tuple(results[index] for index in indices)
+        with self._owner:
+            self._check_idle("apply")
+            indices = [range(self.num_envs)[index] for index in indices]  # Negative ones count from the end.
+            chosen = sorted(set(indices))
+            outcome = self._wait_for(self._backend.apply(function, chosen))
+            results = dict(zip(chosen, outcome.results, strict=True))
+            return tuple(results[index] for index in indices)
 
     def render(self) -> tuple[Any, ...]:
         """Return what every environment renders."""
@@ -171,8 +186,14 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
             timeout: How many seconds workers get to close their environments before they are killed.
             terminate: Do not wait for them at all.
         """
-        if self._finalizer.detach() is not None:
+        if not self._owner.is_here:
+            return  # A forked copy of the head must not end its parent's workers.
+        with self._owner:
+            if self._pending is not None:
+                logger.warn(f"Calling `close` while waiting for a pending call to `{self._pending[0]}` to complete.")
+                self._pending = None
             self._backend.close(timeout, terminate=terminate)
+            self._finalizer.detach()  # Last: if this was interrupted, it can be done again, or is done at the end.
 
     def __enter__(self) -> Self:
         """Return the environment itself."""
@@ -188,7 +209,8 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._check_open()
         if self._pending is not None:
             raise AlreadyPendingCallError(
-                f"Calling `{name}` while waiting for a pending call to `{self._pending}` to complete.", self._pending
+                f"Calling `{name}` while waiting for a pending call to `{self._pending[0]}` to complete.",
+                self._pending[0],
             )
 
     def _check_open(self) -> None:
@@ -196,23 +218,33 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
 
     def _finish(self, name: str, timeout: float | None) -> Outcome:
-        if self.closed or self._pending != name:
+        pending = self._pending
+        if self.closed or pending is None or pending[0] != name:
             self._check_open()
             raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
         self._pending = None
         try:
-            return self._backend.finish(timeout)
-        except TimeoutError:
-            self._pending = name  # The same wait may be tried again.
+            return self._backend.finish(pending[1], timeout)
+        except CallTimeout:
+            self._pending = pending  # The same wait may be tried again.
             raise
 
+    def _wait_for(self, handle: Any) -> Outcome:
+        return self._backend.finish(handle)
+
+    def _note_step(self, outcome: Outcome) -> None:
+        """Note that a step is done."""
+
+    def _note_reset(self, outcome: Outcome) -> None:
+        """Note that a reset is done."""
+
     def _observations(self, outcome: Outcome) -> Any:
-        planes = self._planes.observations
+        arrays = self._backend.newest.observations
         if self._observation_layout.is_single:
-            plane = planes[0]
-            assert plane is not None
-            return plane.copy() if self.copy else plane
+            array = arrays[0]
+            assert array is not None
+            return array.copy() if self.copy else array
         objects = iter(outcome.columns)
         return self._observation_layout.nest(
-            [tuple(next(objects)) if plane is None else plane.copy() if self.copy else plane for plane in planes]
+            [tuple(next(objects)) if array is None else array.copy() if self.copy else array for array in arrays]
         )

@@ -12,10 +12,10 @@ __all__ = ["as_policy"]
 
 
 def as_policy(agent: object) -> Policy:
-    """Return the agent as a policy: as it is if it is one, a torch module or a plain function wrapped.
+    """Return the agent if it is a policy already, otherwise wrap it: a torch module or a plain function.
 
     Raises:
-        PolicyError: It is none of these, or it cannot be told how it chooses actions.
+        PolicyError: It is none of these, or it is unclear how it chooses actions.
     """
     if isinstance(agent, type):
         raise PolicyError(f"{agent.__name__} is a class; give an instance of it: {agent.__name__}(...).")
@@ -24,10 +24,10 @@ def as_policy(agent: object) -> Policy:
     if any(base.__module__.partition(".")[0] == "torch" for base in type(agent).__mro__):
         from clusterenv.adapters.torch import TorchPolicy
 
-        return TorchPolicy(agent)  # type: ignore[arg-type]  # TorchPolicy refuses what is no nn.Module
+        return TorchPolicy(agent)  # type: ignore[arg-type]  # TorchPolicy refuses what is not an nn.Module
     if callable(agent):
         return FunctionPolicy(agent)
     raise PolicyError(
-        f"A {type(agent).__name__} is no policy. Give a torch module, a function from observations to actions, or an "
-        "object with the methods of clusterenv.policy.Policy (BasePolicy has all but one of them)."
+        f"A {type(agent).__name__} is not a policy. Give a torch module, a function from observations to actions, or "
+        "an object with the methods of clusterenv.policy.Policy (BasePolicy has all but one of them)."
     )

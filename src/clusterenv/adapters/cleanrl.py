@@ -15,7 +15,7 @@ from clusterenv.adapters.infos import check_same_step, split_endings, split_info
 
 
 class CleanRLView(VectorWrapper[Any, Any, Any, Any, NDArray[Any]]):
-    """Shows a vector environment as Gymnasium 0.29 did.
+    """Presents a vector environment as Gymnasium 0.29 did.
 
     When an episode ends, the step returns the next one's first observation. `infos["final_observation"]` and
     `infos["final_info"]` are then arrays of objects with the last observation and info of each episode that ended, and
@@ -30,7 +30,7 @@ class CleanRLView(VectorWrapper[Any, Any, Any, Any, NDArray[Any]]):
             env: Made with `autoreset_mode="SameStep"`.
 
         Raises:
-            ConfigError: Its autoreset mode is another, or it was made with `copy=False`.
+            ConfigError: It has another autoreset mode, or was made with `copy=False`.
         """
         check_same_step(env, "CleanRLView")
         super().__init__(env)
@@ -38,12 +38,10 @@ class CleanRLView(VectorWrapper[Any, Any, Any, Any, NDArray[Any]]):
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset all environments."""
         obs, infos = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]  # a list works, as it always has
         return obs, _gather(split_infos(infos, self.num_envs))
 
     def step(self, actions: Any) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        """Step every environment once."""
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
         rows, endings = split_endings(infos, self.num_envs)
         for row, (final_obs, final_info) in endings.items():
@@ -52,7 +50,7 @@ class CleanRLView(VectorWrapper[Any, Any, Any, Any, NDArray[Any]]):
 
 
 def _gather(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Put infos together as Gymnasium 0.29 did: numbers in arrays of their type, all else in arrays of objects."""
+    """Combine infos as Gymnasium 0.29 did: numbers in arrays of their type, everything else in arrays of objects."""
     infos: dict[str, Any] = {}
     for index, row in enumerate(rows):
         for key, value in row.items():
@@ -64,7 +62,7 @@ def _gather(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _empty(value: object, num_envs: int) -> NDArray[Any]:
-    # All numbers of one key are of one type: they come out of one array.
+    # All numbers of one key have one type: they come from one array.
     if isinstance(value, bool | np.bool_ | np.number):
         return np.zeros(num_envs, type(value))
     return np.full(num_envs, None, object)

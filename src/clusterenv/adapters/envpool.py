@@ -14,19 +14,19 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from clusterenv.errors import ConfigError
-from clusterenv.factories import NativeVector
+from clusterenv.setup.factories import NativeVector
 
-_ROW_NUMBERS = ("env_id", "players")  # Row i is environment i: numbers within one pool would only mislead.
+_ROW_NUMBERS = ("env_id", "players")  # Row i is environment i: indices within one pool would only mislead.
 
 
 class EnvPool(NativeVector):
     """Hosts a pool of EnvPool environments on each worker."""
 
     def __init__(self, env_id: str, **kwargs: Any) -> None:
-        """Take an EnvPool id.
+        """Name the environment.
 
         Args:
-            env_id: As `envpool.list_all_envs()` names it.
+            env_id: One of `envpool.list_all_envs()`.
             kwargs: For `envpool.make_gymnasium`. `num_threads` defaults to the worker's share of the cores.
         """
         for name in ("num_envs", "batch_size", "seed", "env_seed"):
@@ -57,7 +57,7 @@ class _PoolVector(VectorEnv[Any, Any, NDArray[Any]]):
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset the pool; with a seed it is made anew, since EnvPool takes seeds only then."""
+        # Given a seed, the pool is made again, because EnvPool takes seeds only then.
         mask = (options or {}).get("reset_mask")
         if mask is not None:
             return self._reset_some(mask, seed)
@@ -68,19 +68,17 @@ class _PoolVector(VectorEnv[Any, Any, NDArray[Any]]):
         return self._observations, _without_row_numbers(infos)
 
     def step(self, actions: Any) -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        """Step the pool once; an environment that had finished is reset instead."""
         self._observations, rewards, terminations, truncations, infos = self._pool.step(actions)
         return self._observations, rewards, terminations, truncations, _without_row_numbers(infos)
 
     def close_extras(self) -> None:
-        """Close the pool."""
         self._pool.close()
 
     def _reset_some(self, mask: NDArray[np.bool_], seed: object) -> tuple[Any, dict[str, Any]]:
         if seed is not None:
-            raise ConfigError("EnvPool cannot seed a part of its environments: leave out the seed, or the reset_mask.")
+            raise ConfigError("EnvPool cannot seed only some environments: leave out the seed or the reset_mask.")
         if not isinstance(self._observations, np.ndarray):
-            raise ConfigError("Resetting a part of an EnvPool is supported for observations that are one array.")
+            raise ConfigError("Some environments of an EnvPool can be reset only if observations are single arrays.")
         rows = np.flatnonzero(mask).astype(np.int32)
         part, infos = self._pool.reset(rows)
         order = np.asarray(infos["env_id"])
@@ -97,7 +95,7 @@ class _PoolVector(VectorEnv[Any, Any, NDArray[Any]]):
 
 def _checked_seeds(seeds: Sequence[int | None]) -> list[int]:
     if any(seed is None for seed in seeds):
-        raise ConfigError("EnvPool needs a seed for every environment, or none at all; got a list with None in it.")
+        raise ConfigError("EnvPool needs a seed for every environment, or none at all; got a list with a None in it.")
     return [int(seed) % (2**31 - 1) for seed in seeds if seed is not None]
 
 

@@ -1,4 +1,4 @@
-"""Infos out of Gymnasium's vector layout, for learners that want a dict for each environment."""
+"""Gymnasium's vector infos split by environment, for learners that expect a dict per environment."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from clusterenv.errors import ConfigError
 
 
 def split_infos(infos: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
-    """Return one info an environment, with those keys that its `_key` mask says it gave.
+    """Return one info per environment, with the keys that it gave according to their `_key` masks.
 
-    Numbers come as numpy scalars, whichever kind the environment had given.
+    Numbers are numpy scalars, whatever type the environment gave.
     """
     rows: list[dict[str, Any]] = [{} for _ in range(num_envs)]
     for key, value in infos.items():
         mask = infos.get(f"_{key}")
         if not isinstance(mask, np.ndarray):
-            continue  # A mask itself.
+            continue  # It is a mask itself.
         parts = split_infos(value, num_envs) if isinstance(value, dict) else value
         for row in np.flatnonzero(mask).tolist():
             rows[row][key] = parts[row]
@@ -30,8 +30,8 @@ def split_endings(infos: dict[str, Any], num_envs: int) -> tuple[list[dict[str, 
     """Split the infos of a step in SAME_STEP mode.
 
     Returns:
-        One info an environment, a new episode's first one where the last has ended; and, for the environments where
-        one has ended, its last observation and info.
+        One info per environment, which is the new episode's first where the last has ended; and, for environments
+        where an episode has ended, its last observation and info.
     """
     if "final_obs" not in infos:
         return split_infos(infos, num_envs), {}
@@ -42,17 +42,13 @@ def split_endings(infos: dict[str, Any], num_envs: int) -> tuple[list[dict[str, 
 
 
 def check_same_step(envs: object, adapter: str) -> None:
-    """Check that a vector environment resets in the same step and returns arrays that stay as they are.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Raise ConfigError unless a vector environment resets in the same step and returns arrays that do not change."""
     if not isinstance(envs, VectorEnv):
         raise ConfigError(f"{adapter} takes a ClusterEnv, got {type(envs)}.")
     mode = envs.metadata.get("autoreset_mode")
     if mode is not AutoresetMode.SAME_STEP:
         raise ConfigError(
-            f"{adapter} needs environments that are reset in the step that ends an episode, but the mode is {mode}. "
+            f"{adapter} needs environments that reset in the step that ends an episode, but the mode is {mode}. "
             'Make them with ClusterEnv(..., autoreset_mode="SameStep").'
         )
     if not getattr(envs, "copy", True):

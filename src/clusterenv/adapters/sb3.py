@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,16 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv, VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
-from clusterenv.adapters.beside import call_method, full_name, has_attribute, is_wrapped, set_attribute
 from clusterenv.adapters.infos import check_same_step, split_endings, split_infos
 from clusterenv.errors import ConfigError
 
 
 class ClusterVecEnv(VecEnv):
-    """Returns what SB3's own `DummyVecEnv` returns for the same environments, seeds and actions."""
+    """Returns what SB3's own `DummyVecEnv` returns for the same environments, seeds and actions.
+
+    Functions that run on workers are lambdas or nested: those are pickled by value, so that a worker need not import
+    this module, and with it SB3.
+    """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any]) -> None:
         """Wrap a ClusterEnv; closing this closes it.
@@ -33,17 +35,17 @@ class ClusterVecEnv(VecEnv):
                 that ends the last one.
 
         Raises:
-            ConfigError: Its autoreset mode is another, or it was made with `copy=False`.
+            ConfigError: It has another autoreset mode, or was made with `copy=False`.
         """
         check_same_step(envs, "ClusterVecEnv")
         if not hasattr(envs, "apply"):
             raise ConfigError(f"ClusterVecEnv takes a ClusterEnv itself, without wrappers, got {envs}.")
-        self.envs: Any = envs  # A ClusterEnv, which an adapter may not import: it imports them.
+        self.envs: Any = envs  # A ClusterEnv, which an adapter may not import: it imports the adapters.
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
 
     def reset(self) -> VecEnvObs:
         """Reset all environments, with the seeds and options set since the last reset."""
-        # `set_options` with one dict repeats it: an identity a group, most often one group.
+        # `set_options` repeats a single dict, so environments are grouped by its identity; most often in one group.
         groups: dict[int | None, list[int]] = {}
         for index, options in enumerate(self._options):
             groups.setdefault(id(options) if options else None, []).append(index)
@@ -61,7 +63,6 @@ class ClusterVecEnv(VecEnv):
         return obs  # type: ignore[no-any-return]  # nested as the space is
 
     def step_async(self, actions: NDArray[Any]) -> None:
-        """Start a step."""
         self.envs.step_async(actions)
 
     def step_wait(self) -> VecEnvStepReturn:
@@ -71,46 +72,55 @@ class ClusterVecEnv(VecEnv):
         for index, (final_obs, final_info) in endings.items():
             self.reset_infos[index] = rows[index]
             rows[index] = {**final_info, "terminal_observation": final_obs}
-        for row, is_cut in zip(rows, (truncations & ~terminations).tolist(), strict=True):
-            row["TimeLimit.truncated"] = is_cut
+        for row, is_truncated in zip(rows, (truncations & ~terminations).tolist(), strict=True):
+            row["TimeLimit.truncated"] = is_truncated
         return obs, rewards.astype(np.float32), terminations | truncations, rows
 
     def close(self) -> None:
-        """End the workers."""
         self.envs.close()
 
     def has_attr(self, attr_name: str) -> bool:
-        """Tell whether all environments have an attribute."""
-        return all(self.envs.apply(partial(has_attribute, name=attr_name), range(self.num_envs)))
+        return all(self.envs.apply(lambda env: env.has_wrapper_attr(attr_name), range(self.num_envs)))
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        """Read an attribute, through wrappers; it must be something that can travel without pickle."""
+        """Read an attribute through wrappers; its value must be one that can be sent without pickle."""
         found = self.envs.get_attr(attr_name)
         return [found[index] for index in self._get_indices(indices)]
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
-        """Set an attribute, on the outermost wrapper that has it; if none has, on the environment itself."""
+        """Set an attribute on the outermost wrapper that has it, or else on the environment itself."""
         if indices is None:
-            self.envs.set_attr(attr_name, [value] * self.num_envs)  # A worker that replaces a lost one gets it, too.
+            self.envs.set_attr(attr_name, [value] * self.num_envs)  # So that a replaced worker gets it too.
         else:
-            self.envs.apply(partial(set_attribute, name=attr_name, value=value), list(self._get_indices(indices)))
+            self.envs.apply(lambda env: env.set_wrapper_attr(attr_name, value), list(self._get_indices(indices)))
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method, found through wrappers, of these environments only."""
-        function = partial(call_method, name=method_name, args=method_args, kwargs=method_kwargs)
-        return list(self.envs.apply(function, list(self._get_indices(indices))))
+        """Call a method, looking through wrappers, of these environments only."""
+
+        def call_method(env: Any) -> Any:
+            return env.get_wrapper_attr(method_name)(*method_args, **method_kwargs)
+
+        return list(self.envs.apply(call_method, list(self._get_indices(indices))))
 
     def env_is_wrapped(
         self, wrapper_class: type[Wrapper[Any, Any, Any, Any]], indices: VecEnvIndices = None
     ) -> list[bool]:
-        """Tell which environments wear a wrapper of this class."""
-        function = partial(is_wrapped, class_name=full_name(wrapper_class))
-        return list(self.envs.apply(function, list(self._get_indices(indices))))
+        """Tell which environments have a wrapper of this class."""
+        wanted = (wrapper_class.__module__, wrapper_class.__qualname__)  # Workers may be unable to import the class.
+
+        def is_wrapped(env: Any) -> bool:
+            while isinstance(env, Wrapper):
+                if wanted in [(base.__module__, base.__qualname__) for base in type(env).__mro__]:
+                    return True
+                env = env.env
+            return False
+
+        return list(self.envs.apply(is_wrapped, list(self._get_indices(indices))))
 
     def get_images(self) -> Sequence[NDArray[Any] | None]:
-        """Return what every environment renders, in mode "rgb_array"."""
+        """Return what every environment renders in mode "rgb_array"."""
         if self.render_mode != "rgb_array":
             warnings.warn(
                 f"The environments' render_mode is {self.render_mode}; images need "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from clusterenv.doctor.finding import Finding
-from clusterenv.doctor.witness import Witness
 from clusterenv.errors import ClusterEnvError, ConfigError
+from clusterenv.launchers.base import Fleet, Launcher
+from clusterenv.wire.ticket import Ticket
 
 # The steps of the way, in order, and what is true once each is done.
 STEPS = {
@@ -45,6 +47,80 @@ _SIGNS = [
     (r"cannot join|refused this worker", "versions", "Install the same versions on both sides."),
 ]
 
+_INDENT = " " * 21
+_WRAP = 100
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        subject: What was checked, in a word or two.
+        is_ok: Whether it is as it should be.
+        text: What was seen or measured.
+        next_step: What to do about it, if it is not ok.
+    """
+
+    subject: str
+    is_ok: bool
+    text: str
+    next_step: str = ""
+
+    def __str__(self) -> str:
+        """Write it as a line, and the next step below."""
+        first, *more = self.text.strip().splitlines()
+        if self.next_step:
+            more += textwrap.wrap(f"next: {self.next_step}", _WRAP)
+        head = f"{'ok' if self.is_ok else 'failed':7} {self.subject:13}{first}"
+        return "\n".join([head, *(_INDENT + text for text in more)])
+
+
+class Witness:
+    """Launches as another launcher does, and remembers what became of the workers when the head has put them away.
+
+    Attributes:
+        endpoint: Where the workers were told to find the head; None as long as it has none.
+        has_started: Whether the launcher did its part.
+        exits: How workers ended that ended on their own.
+        tails: The ends of all workers' logs.
+        status: What workers last waited for.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.endpoint: str | None = None
+        self.has_started = False
+        self.exits: dict[int, str] = {}
+        self.tails: dict[int, str] = {}
+        self.status = ""
+        self._launcher = launcher
+
+    @property
+    def suggested_workers(self) -> int | None:
+        """The other's."""
+        return self._launcher.suggested_workers
+
+    @property
+    def queues(self) -> bool:
+        """No: what the doctor runs is its own, and known to work."""
+        return False
+
+    @property
+    def route_to(self) -> str | None:
+        """The other's."""
+        return self._launcher.route_to
+
+    def launch(self, ticket: Ticket, num_workers: int) -> Fleet:
+        """Launch, and keep an eye on the fleet."""
+        self.endpoint = ticket.endpoint
+        fleet = self._launcher.launch(ticket, num_workers)
+        self.has_started = True
+        return _WatchedFleet(fleet, self, num_workers)
+
+    def render(self, num_workers: int) -> str:
+        """Show what the other shows."""
+        return self._launcher.render(num_workers)
+
 
 def diagnose(error: ClusterEnvError, witness: Witness) -> Iterator[Finding]:
     """Tell which steps workers got through, which one they did not, and what to do about it."""
@@ -73,3 +149,23 @@ def _find_failure(message: str, witness: Witness) -> tuple[str, str]:
         f"They run, but were not heard of. From a machine of theirs {witness.endpoint} must be reachable: try another "
         "--listen or --advertise, and look for a firewall. If they only start slowly, wait longer with --timeout."
     )
+
+
+class _WatchedFleet:
+    def __init__(self, fleet: Fleet, witness: Witness, num_workers: int) -> None:
+        self._fleet = fleet
+        self._witness = witness
+        self._num_workers = num_workers
+        self.ends_predecessors = fleet.ends_predecessors
+        self.exits = fleet.exits
+        self.log_tail = fleet.log_tail
+        self.restart = fleet.restart
+
+    def status(self) -> str:
+        self._witness.status = self._fleet.status()
+        return self._witness.status
+
+    def stop(self, timeout_s: float) -> None:
+        self._witness.exits = self._fleet.exits()
+        self._witness.tails = {index: self._fleet.log_tail(index) for index in range(self._num_workers)}
+        self._fleet.stop(timeout_s)

@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from clusterenv.config import Timeouts
-from clusterenv.doctor.diagnosis import STEPS, diagnose
-from clusterenv.doctor.finding import Finding
+from clusterenv.config import Faults, Network, Timeouts
+from clusterenv.doctor.diagnosis import STEPS, Finding, Witness, diagnose
 from clusterenv.doctor.probe import Probe, try_environment
-from clusterenv.doctor.witness import Witness
 from clusterenv.env import ClusterEnv
 from clusterenv.errors import ClusterEnvError
 from clusterenv.launchers.base import Launcher
@@ -52,9 +50,8 @@ def examine(
             num_workers=num_workers,
             launcher=witness,
             timeouts=Timeouts(join_s=join_s),
-            on_loss="raise",
-            listen=listen,
-            advertise=advertise,
+            faults=Faults(on_loss="raise"),
+            network=Network(listen=listen, advertise=advertise),
         )
     except ClusterEnvError as error:
         yield from diagnose(error, witness)
@@ -110,7 +107,7 @@ def _judge_threads(places: Sequence[dict[str, Any]]) -> Finding:
         if len(here) > cores:
             next_step = f"Ask for at most {cores} workers on {host}, or for more cores for them."
         elif wanted > cores:
-            next_step = "Too many threads slow each other down: set OMP_NUM_THREADS=1 there, or --threads-per-worker 1."
+            next_step = "Too many threads slow each other down: set OMP_NUM_THREADS=1 there, or --cpus 1."
     return Finding("threads", not next_step, "; ".join(texts), next_step)
 
 

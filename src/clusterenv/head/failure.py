@@ -8,36 +8,46 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from clusterenv.errors import WireError, WorkerFailed
-from clusterenv.head.roster import Member
-from clusterenv.wire.messages import Failed
+from clusterenv.errors import WireError, WorkerFailed, worker_failed_type
+from clusterenv.head.worker import Worker
+from clusterenv.wire.messages import Failed, Where
 
+# Who has raised: where it is not known which environment was concerned, and where it is.
+_CULPRITS: dict[Where, tuple[str, str]] = {
+    "environment": ("An environment", "Environment {}"),
+    "policy": ("The policy", "The policy"),
+    "factory": ("A factory", "The factory of environment {}"),
+    "function": ("The function given to apply()", "The function given to apply(), on environment {},"),
+}
+_MAX_CHARACTERS = 1 << 16
+_MAX_LINE = 255
 _MAX_DEPTH = 10
 _HEAP_TYPE = 1 << 9  # CPython's flag of classes that were made by a class statement.
 
 
 @contextlib.contextmanager
-def blame(member: Member) -> Iterator[None]:
-    """Say whose answer it is in which something makes no sense."""
+def blame(worker: Worker) -> Iterator[None]:
+    """Say whose answer it is that is malformed."""
     try:
         yield
     except WireError as error:
-        raise WireError(f"The answer of {member}, makes no sense: {error}") from error
+        raise WireError(f"The answer of {worker}, is malformed: {error}") from error
 
 
-def failure_of(member: Member, failed: Failed) -> WorkerFailed:
+def failure_of(worker: Worker, failed: Failed) -> WorkerFailed:
     """Return what tells the user of an exception on a worker, with the original as its cause where that is known."""
-    is_known = failed.env_index is not None and member.start <= failed.env_index < member.stop
-    env_indices = (failed.env_index,) if is_known and failed.env_index is not None else member.env_indices
-    name = f"Environment {failed.env_index}" if is_known else "An environment or the policy"
-    error = WorkerFailed(
-        f"{name} raised {failed.type_name}: {failed.text} (on {member}). "
-        f"The traceback there was:\n\n{failed.traceback}",
-        worker_index=member.index,
+    is_known = failed.env_index is not None and worker.start <= failed.env_index < worker.stop
+    env_indices = (failed.env_index,) if is_known and failed.env_index is not None else worker.env_indices
+    culprit = _CULPRITS[failed.where][is_known].format(failed.env_index)
+    kind, text = _line(failed.type_name), _printable(failed.text)
+    traceback = _printable(failed.traceback)
+    error = worker_failed_type(failed.base)(
+        f"{culprit} raised {kind}: {text} (on {worker}). The traceback there was:\n\n{traceback}",
+        worker_index=worker.index,
         env_indices=env_indices,
-        remote_traceback=failed.traceback,
+        remote_traceback=traceback,
     )
-    error.__cause__ = rebuild(failed.type_module, failed.type_name, failed.text)
+    error.__cause__ = rebuild(failed.type_module, failed.type_name, text)
     return error
 
 
@@ -66,3 +76,15 @@ def _namespace(found: Any) -> Any:
     if issubclass(type(found), type):
         return type.__getattribute__(found, "__dict__")
     return object.__getattribute__(found, "__dict__") if issubclass(type(found), ModuleType) else {}
+
+
+def _printable(text: str) -> str:
+    """Return a text that does nothing to a terminal, and is not too long for one."""
+    shown = text[:_MAX_CHARACTERS]
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in shown
+    )
+
+
+def _line(text: str) -> str:
+    return _printable(text[:_MAX_LINE].replace("\n", " "))

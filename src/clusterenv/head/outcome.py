@@ -4,31 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from clusterenv.wire.block import Block
-
-
-class Lost(NamedTuple):
-    """Stands in a list of answers for that of a worker that died or vanished."""
-
-    reason: str
+from clusterenv.wire.buffers import RolloutBuffers
 
 
 class Outcome(msgspec.Struct, frozen=True):  # Made with every step: C makes it, unlike a NamedTuple.
-    """The part of an answer that has no fixed size; the rest is in the planes.
+    """The part of an answer that has no fixed size; the rest is in the step buffers.
 
     Attributes:
         infos: The infos of all environments, in Gymnasium's vector layout.
-        columns: Observation leaves without a fixed size: one list a leaf, one object an environment.
-        results: What `invoke` returned, one value an environment.
+        columns: Observation leaves without a fixed size: one list per leaf, one object per environment.
+        results: What `invoke` returned, one value per environment.
+        errors: Environments that raised and were forgiven, and what they raised.
     """
 
     infos: dict[str, Any]
     columns: list[list[Any]]
     results: list[Any]
+    errors: list[tuple[int, str]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,11 +32,11 @@ class Collection:
     """A rollout as the workers made it.
 
     Attributes:
-        block: The arrays; the next rollout overwrites them.
+        buffers: The arrays; the next rollout overwrites them.
         summaries: Each shard's finished episodes and final observations (`worker.collector`), in shard order.
         busy_s: How long each worker worked on it.
     """
 
-    block: Block
+    buffers: RolloutBuffers
     summaries: list[Mapping[str, Any]]
     busy_s: list[float]

@@ -1,4 +1,8 @@
-"""What a launcher is: a recipe for starting workers somewhere, and the fleet it started."""
+"""What a launcher is: a recipe for starting workers somewhere, and the fleet it started.
+
+Launchers say of each worker what it gets by the same names: `cpus` (and as many threads of BLAS, OpenMP and torch),
+`memory` ("4G") and `gpus`, as far as the place where they start workers can give them.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,21 @@ ELSEWHERE = "192.0.2.1"  # Stands for any other machine (RFC 5737): nothing is e
 
 
 class Fleet(Protocol):
-    """Workers that a launcher started."""
+    """Workers that a launcher started.
+
+    The head asks `exits` about ten times a second while it waits. So `exits`, `status` and `restart` never wait for a
+    process, a scheduler or a network: what takes time goes on in the background, and each call takes the next step.
+    """
+
+    @property
+    def ends_predecessors(self) -> bool:
+        """Whether a worker that `restart` starts begins only once its predecessor is known to be dead (reaped)."""
 
     def exits(self) -> dict[int, str]:
-        """Return how each worker that has ended, ended: its index and e.g. "killed by SIGKILL"."""
+        """Return how each worker that has ended, ended: its index and e.g. "killed by SIGKILL".
+
+        A worker that could not be started (again) is among them: "could not be started: ...".
+        """
 
     def status(self) -> str:
         """Say in a line what workers that are not up yet wait for, e.g. "job 17 is pending (Resources)"; or nothing."""
@@ -22,33 +37,39 @@ class Fleet(Protocol):
         """Return the last lines a worker wrote, or an empty string."""
 
     def restart(self, worker_index: int) -> None:
-        """Start a worker once more, with the same ticket and index; ends the old one first if it still lives.
+        """Have a worker started once more, with the same ticket and index; the old one is ended if it still lives.
 
-        Returns at once. `exits` no longer names the old one.
-
-        Raises:
-            LaunchError: It cannot be started.
+        Notes the wish and returns. From then on `exits` does not name the old one any more; later calls of `exits` and
+        `status` see to it that the new one starts. If it cannot be started, `exits` says so.
         """
 
     def stop(self, timeout_s: float) -> None:
-        """Wait this long for the workers to end by themselves, then end them; leaves nothing behind."""
+        """Wait this long for the workers to end on their own, then end them; leaves nothing behind.
+
+        May be repeated, and must be after an interrupt: it goes on where it was.
+        """
 
 
 class Launcher(Protocol):
     """A recipe for starting workers somewhere."""
 
     @property
-    def num_workers(self) -> int | None:
-        """How many workers the recipe is for; None if the caller may choose."""
+    def suggested_workers(self) -> int | None:
+        """How many workers to start if `ClusterEnv(num_workers=None)`; None: one per core of this machine."""
 
     @property
     def route_to(self) -> str | None:
         """A host the workers run on, so that the head listens where they can reach it; None for this very machine."""
 
+    @property
+    def queues(self) -> bool:
+        """Whether workers may have to wait for their turn, so that mistakes should be found before they are queued."""
+
     def launch(self, ticket: Ticket, num_workers: int) -> Fleet:
-        """Start the workers and return at once; they join the head when they are up.
+        """Start the workers; they join the head when they are up.
 
         Raises:
+            ConfigError: The recipe has no place for so many.
             LaunchError: They cannot be started.
         """
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterenv.errors import ConfigError
+from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.launchers.base import ELSEWHERE
-from clusterenv.launchers.ticket_file import write_ticket
+from clusterenv.launchers.processes import uninterrupted
 from clusterenv.wire.ticket import WORKER_VARIABLE, Ticket
 
 log = logging.getLogger(__name__)
+
+_MAX_BYTES = 1 << 16
 
 # Where a scheduler says which of many equal processes this one is, and the number it gives the first.
 _INDEX_VARIABLES = {
@@ -35,22 +39,30 @@ class ByHandLauncher:
     The file may be copied to other machines. It is removed when the run ends; by then it opens nothing any more.
 
     Attributes:
-        num_workers: How many workers there will be; None leaves it to `ClusterEnv(num_workers=...)`.
         ticket_file: Where to write the ticket; it must not exist. By default in a new private directory.
         route_to: A host that workers will run on, so that the head listens where they can reach it. By default any
             other machine; None for this machine only.
     """
 
-    num_workers: int | None = None
     ticket_file: str | Path | None = None
     route_to: str | None = ELSEWHERE
 
-    def __post_init__(self) -> None:
-        if self.num_workers is not None and self.num_workers < 1:
-            raise ConfigError(f"ByHandLauncher.num_workers must be at least 1, got {self.num_workers}.")
+    @property
+    def suggested_workers(self) -> None:
+        """One per core of this machine: nobody knows where they will run."""
+        return None
+
+    @property
+    def queues(self) -> bool:
+        """No: whoever starts them sees at once."""
+        return False
 
     def launch(self, ticket: Ticket, num_workers: int) -> ByHandFleet:
-        """Write the ticket, say how to use it, and return at once."""
+        """Write the ticket, say how to use it, and return at once.
+
+        Raises:
+            LaunchError: The file cannot be written, or exists.
+        """
         return ByHandFleet(ticket, num_workers, self.ticket_file)
 
     def render(self, num_workers: int) -> str:
@@ -62,27 +74,28 @@ class ByHandLauncher:
 class ByHandFleet:
     """Workers of which only the ticket file is ours."""
 
-    def __init__(self, ticket: Ticket, num_workers: int, ticket_file: str | Path | None) -> None:
-        """Write the ticket file and say how to start workers with it.
+    ends_predecessors = False
 
-        Raises:
-            LaunchError: It cannot be written, or exists.
-        """
+    def __init__(self, ticket: Ticket, num_workers: int, ticket_file: str | Path | None) -> None:
         self._directory: Path | None = None
-        if ticket_file is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="clusterenv-"))  # Nobody else can enter it.
-            self._file = self._directory / "ticket"
-        else:
-            self._file = Path(ticket_file).absolute()
-        write_ticket(ticket, self._file)
-        self._is_stopped = False
-        log.warning(
-            "start %d worker(s) where %s can be reached: %s%s",
-            num_workers,
-            ticket.endpoint,
-            _command(self._file, 0),
-            f" and so on, up to --index {num_workers - 1}" if num_workers > 1 else "",
-        )
+        self._file: Path | None = None  # As long as it is there, and ours.
+        try:
+            with uninterrupted():
+                if ticket_file is None:
+                    self._directory = Path(tempfile.mkdtemp(prefix="clusterenv-"))  # Nobody else can enter it.
+                    ticket_file = self._directory / "ticket"
+                self._file = _write_ticket(ticket, Path(ticket_file).absolute())
+            self._name = self._file
+            log.warning(
+                "start %d worker(s) where %s can be reached: %s%s",
+                num_workers,
+                ticket.endpoint,
+                _command(self._name, 0),
+                f" and so on, up to --index {num_workers - 1}" if num_workers > 1 else "",
+            )
+        except BaseException:
+            self.stop(0.0)
+            raise
 
     def exits(self) -> dict[int, str]:
         """Return nothing: nobody tells us."""
@@ -90,7 +103,7 @@ class ByHandFleet:
 
     def status(self) -> str:
         """Say what is waited for."""
-        return f"waiting for workers to be started by hand with {self._file}"
+        return f"waiting for workers to be started by hand with {self._name}"
 
     def log_tail(self, worker_index: int) -> str:
         """Return nothing: whoever started a worker sees what it prints."""
@@ -98,16 +111,45 @@ class ByHandFleet:
 
     def restart(self, worker_index: int) -> None:
         """Ask for the worker to be started again."""
-        log.warning("worker %d is needed again: %s", worker_index, _command(self._file, worker_index))
+        log.warning("worker %d is needed again: %s", worker_index, _command(self._name, worker_index))
 
     def stop(self, timeout_s: float) -> None:
         """Remove the ticket file. The head has told workers to stop, and they notice when it is gone."""
-        if self._is_stopped:
-            return
-        self._is_stopped = True
-        self._file.unlink(missing_ok=True)
-        if self._directory is not None:
-            self._directory.rmdir()
+        with uninterrupted():
+            if self._file is not None:
+                self._file.unlink(missing_ok=True)
+                self._file = None
+            if self._directory is not None:
+                self._directory.rmdir()
+                self._directory = None
+
+
+def read_ticket(file: Path) -> Ticket:
+    """Read a ticket file.
+
+    Raises:
+        ConfigError: There is none, it does not hold a ticket, or others can read it.
+    """
+    try:
+        with file.open("rb") as opened:
+            state = os.fstat(opened.fileno())
+            text = opened.read(_MAX_BYTES)
+    except OSError as error:
+        raise ConfigError(
+            f"The ticket file {file} cannot be read: {error.strerror}. The head writes it when it starts, and "
+            "removes it when it ends."
+        ) from error
+    if stat.S_ISREG(state.st_mode) and state.st_mode & 0o077:
+        raise ConfigError(
+            f"The ticket file {file} can be used by others (its mode is {stat.S_IMODE(state.st_mode):04o}): whoever "
+            f"has it can pose as a worker. Protect it: chmod 600 {shlex.quote(str(file))}"
+        )
+    try:
+        return Ticket.decode(text.decode("ascii", errors="replace").strip())
+    except ConfigError as error:
+        raise ConfigError(
+            f"{file} holds no ticket, or only a part of one. Copy the whole file that the head wrote."
+        ) from error
 
 
 def find_index(variables: Mapping[str, str]) -> int:
@@ -123,6 +165,25 @@ def find_index(variables: Mapping[str, str]) -> int:
         "Which worker is this? Give --index: 0 for the first, 1 for the second and so on, each once; or set one of "
         f"{', '.join(_INDEX_VARIABLES)}."
     )
+
+
+def _write_ticket(ticket: Ticket, file: Path) -> Path:
+    """Write a ticket to a new file that only its owner can read."""
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise LaunchError(
+            f"The ticket file {file} exists. If no other run is using it, remove it; else choose another name."
+        ) from error
+    except OSError as error:
+        raise LaunchError(f"The ticket file {file} cannot be written: {error.strerror}.") from error
+    try:
+        with os.fdopen(descriptor, "w") as opened:
+            opened.write(ticket.encode() + "\n")
+    except OSError as error:  # The disk is full.
+        file.unlink()
+        raise LaunchError(f"The ticket file {file} cannot be written: {error.strerror}.") from error
+    return file
 
 
 def _command(file: Path, worker_index: int) -> str:

@@ -21,23 +21,29 @@ class LocalLauncher:
     """Starts workers as child processes of this one.
 
     Attributes:
-        threads_per_worker: How many threads BLAS, OpenMP and torch may use in a worker. By default the cores
-            are shared out evenly; too many threads are the commonest reason for slow workers. Variables you have set
-            yourself (OMP_NUM_THREADS and its like) are left alone.
-        log_dir: Where to keep what workers print, a file each. By default it is kept only for error messages.
+        cpus: For each worker: how many threads BLAS, OpenMP and torch use in it. By default the cores are shared out
+            evenly; too many threads are the commonest reason for slow workers. Variables you have set yourself
+            (OMP_NUM_THREADS and its like) are left alone.
+        log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. By default
+            it is kept only for error messages.
     """
 
-    threads_per_worker: int | None = None
+    cpus: int | None = None
     log_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.threads_per_worker is not None and self.threads_per_worker < 1:
-            raise ConfigError(f"LocalLauncher.threads_per_worker must be at least 1, got {self.threads_per_worker}.")
+        if self.cpus is not None and (not isinstance(self.cpus, int) or self.cpus < 1):
+            raise ConfigError(f"LocalLauncher.cpus must be an int of at least 1, or None, got {self.cpus!r}.")
 
     @property
-    def num_workers(self) -> None:
-        """As many as the caller likes."""
+    def suggested_workers(self) -> None:
+        """One per core of this machine."""
         return None
+
+    @property
+    def queues(self) -> bool:
+        """No: they start at once."""
+        return False
 
     @property
     def route_to(self) -> None:
@@ -69,7 +75,7 @@ class LocalLauncher:
         )
 
     def _variables(self, num_workers: int) -> dict[str, str]:
-        return thread_variables(self.threads_per_worker or max(1, usable_cores() // num_workers))
+        return thread_variables(self.cpus or max(1, usable_cores() // num_workers))
 
 
 def _start(environment: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:

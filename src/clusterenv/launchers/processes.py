@@ -1,22 +1,39 @@
-"""ProcessFleet: workers, each held by a child process of the head: the worker itself, or the client that started it."""
+"""Child processes of the head: workers, or the clients that start them elsewhere; and the files they write to."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import subprocess
+import tempfile
+import threading
 import time
-from collections.abc import Callable
-from typing import BinaryIO
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO, TypeVar
 
 from clusterenv.errors import LaunchError
-from clusterenv.launchers.worker_log import WorkerLog
 
+_TERM_S = 1.0  # For workers that were told to stop, did not, and get SIGTERM.
+_QUIT_S = 3.0  # A worker's guardian ends it in milliseconds, and within 2 s also what its environments started.
+_KILL_S = 5.0  # Only a process that the kernel cannot let go of takes longer.
+_TAIL_BYTES = 4096
+
+Made = TypeVar("Made")
 StartProcess = Callable[[int, BinaryIO], "subprocess.Popen[bytes]"]
 
 
 class ProcessFleet:
-    """Child processes, and the files they write to."""
+    """Workers that are child processes, and the files they write to.
+
+    SIGTERM asks a worker to leave in order. SIGQUIT makes its guardian end it at once, with all it has started. SIGKILL
+    is for a guardian that is stopped or hangs: its worker is told by the kernel.
+    """
+
+    ends_predecessors = True
 
     def __init__(self, start: StartProcess, num_workers: int, log_dir: str | os.PathLike[str] | None = None) -> None:
         """Start the workers.
@@ -24,18 +41,22 @@ class ProcessFleet:
         Args:
             start: Starts the process of one worker, which writes to the file it is given.
             num_workers: How many.
-            log_dir: Where to keep what workers print, a file each. None: only for error messages.
+            log_dir: Where to keep what workers print. None: only for error messages.
 
         Raises:
-            LaunchError: One cannot be started; those that were have been ended.
+            LaunchError: One cannot be started, or its log not be written; those that were started have been ended.
         """
         self._start = start
         self._processes: list[subprocess.Popen[bytes]] = []
         self._logs: list[WorkerLog] = []
+        self._kill_at: dict[int, float] = {}  # Of workers whose successor is wanted: when to lose patience with them.
+        self._failures: dict[int, str] = {}
         try:
+            run_dir = make_run_dir(log_dir)
             for worker_index in range(num_workers):
-                self._logs.append(WorkerLog(log_dir, worker_index))
-                self._processes.append(start(worker_index, self._logs[-1].file))
+                with uninterrupted():
+                    self._logs.append(WorkerLog(run_dir, f"worker-{worker_index}"))
+                    self._processes.append(start(worker_index, self._logs[-1].file))
         except OSError as error:
             self.stop(timeout_s=0.0)
             raise LaunchError(f"Could not start worker {len(self._processes)} of {num_workers}: {error}.") from error
@@ -45,43 +66,144 @@ class ProcessFleet:
 
     def exits(self) -> dict[int, str]:
         """Return how each worker that has ended, ended."""
-        statuses = enumerate(process.poll() for process in self._processes)
-        return {worker_index: describe_exit(status) for worker_index, status in statuses if status is not None}
+        self._advance()
+        statuses = {index: process.poll() for index, process in enumerate(self._processes)}
+        ended = {
+            index: describe_exit(status)
+            for index, status in statuses.items()
+            if status is not None and index not in self._kill_at
+        }
+        return ended | self._failures
 
     def status(self) -> str:
-        """Say nothing: a process is up as soon as it is started."""
-        return ""
+        """Say whose predecessors are still being ended; all others are up as soon as they are started."""
+        self._advance()
+        return f"ending what is left of worker {', '.join(map(str, self._kill_at))}" if self._kill_at else ""
 
     def log_tail(self, worker_index: int) -> str:
         """Return the last lines a worker wrote."""
         return self._logs[worker_index].tail()
 
     def restart(self, worker_index: int) -> None:
-        """Start a worker once more; its log goes on in the same file."""
-        process = self._processes[worker_index]
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        try:
-            self._processes[worker_index] = self._start(worker_index, self._logs[worker_index].file)
-        except OSError as error:
-            raise LaunchError(f"Could not start worker {worker_index} again: {error}.") from error
+        """Have a worker started once more, when the old one is gone; its log goes on in the same file."""
+        self._failures.pop(worker_index, None)
+        self._kill_at[worker_index] = time.monotonic() + _QUIT_S
+        self._processes[worker_index].send_signal(signal.SIGQUIT)
+        self._advance()
 
     def stop(self, timeout_s: float) -> None:
-        """Wait this long for the workers to end by themselves, then terminate, then kill them."""
+        """Wait this long for the workers to end on their own, then end them, in order if they can."""
+        self._kill_at.clear()
+        self._await_all(timeout_s)
+        for number, patience_s in (
+            (signal.SIGTERM, min(_TERM_S, timeout_s)),
+            (signal.SIGQUIT, _QUIT_S),
+            (signal.SIGKILL, _KILL_S),
+        ):
+            for process in self._processes:
+                process.send_signal(number)  # Does nothing to one that has ended.
+            self._await_all(patience_s)
+        for log in self._logs:
+            log.close()
+
+    def _advance(self) -> None:
+        """Start whoever is wanted again and whose predecessor has been reaped."""
+        for worker_index, kill_at in list(self._kill_at.items()):
+            if self._processes[worker_index].poll() is None:
+                if time.monotonic() > kill_at:
+                    self._processes[worker_index].kill()
+                continue
+            with uninterrupted():
+                del self._kill_at[worker_index]
+                try:
+                    self._processes[worker_index] = self._start(worker_index, self._logs[worker_index].file)
+                except OSError as error:
+                    self._failures[worker_index] = f"could not be started: {error}"
+
+    def _await_all(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         for process in self._processes:
             wait_for(process, deadline)
-        for process in self._processes:
-            if process.poll() is None:
-                process.terminate()
-        deadline = time.monotonic() + min(1.0, timeout_s)
-        for process in self._processes:
-            if not wait_for(process, deadline):
-                process.kill()
-                process.wait()
-        for log in self._logs:
-            log.close()
+
+
+class WorkerLog:
+    """A file for one worker's output.
+
+    Attributes:
+        file: Where to write; give it to the process as its standard output and error.
+    """
+
+    def __init__(self, directory: Path | None, name: str) -> None:
+        """Open a new file `<name>.log` in a directory; without one it has no name and is gone when closed.
+
+        Raises:
+            LaunchError: That cannot be written to.
+        """
+        self.file: BinaryIO
+        with _explained(directory):
+            if directory is None:
+                self.file = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with the log
+            else:
+                directory.mkdir(parents=True, exist_ok=True)
+                self.file = _take_free_name(directory, name, ".log", lambda path: path.open("x+b"))
+
+    @property
+    def size_bytes(self) -> int:
+        """How much has been written so far."""
+        return os.fstat(self.file.fileno()).st_size
+
+    def read(self, start: int, size_bytes: int | None = None) -> bytes:
+        """Return a part of it, or all from there on; nothing once it is closed."""
+        if self.file.closed:
+            return b""
+        # The file's position is shared with the worker that writes it: read without moving it.
+        return os.pread(
+            self.file.fileno(), max(0, self.size_bytes - start) if size_bytes is None else size_bytes, start
+        )
+
+    def tail(self) -> str:
+        """Return the last lines; nothing once it is closed."""
+        if self.file.closed:
+            return ""
+        return self.read(max(0, self.size_bytes - _TAIL_BYTES)).decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Close it; if it has a name, it stays."""
+        self.file.close()
+
+
+def make_run_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
+    """Make a new directory for the logs of one run, named after the time: other runs may have the same `log_dir`.
+
+    Raises:
+        LaunchError: It cannot be made.
+    """
+    if log_dir is None:
+        return None
+
+    def make(path: Path) -> Path:
+        path.mkdir(parents=True)
+        return path
+
+    with _explained(log_dir):
+        return _take_free_name(Path(log_dir).absolute(), time.strftime("run-%Y%m%d-%H%M%S"), "", make)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put Ctrl-C and SIGTERM off while something is started and noted; else nobody might know what to end."""
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
+    came: list[tuple[int, FrameType | None]] = []
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, frame: came.append((number, frame)))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for received, frame in came:
+            handlers[signal.Signals(received)](received, frame)
 
 
 def wait_for(process: subprocess.Popen[bytes], deadline: float) -> bool:
@@ -94,10 +216,28 @@ def wait_for(process: subprocess.Popen[bytes], deadline: float) -> bool:
 
 
 def describe_exit(status: int) -> str:
-    """Say how a process ended: its exit status, or minus the signal that killed it."""
-    if status >= 0:
-        return f"exit status {status}"
+    """Say how a process ended: by its exit status, minus the signal that killed it, or 128 plus it as a shell says."""
+    number = -status if status < 0 else status - 128
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(number).name}"
+    return f"exit status {status}" if status >= 0 else f"killed by signal {number}"
+
+
+def _take_free_name(directory: Path, name: str, suffix: str, make: Callable[[Path], Made]) -> Made:
+    """Make something of this name, or with the next number behind it, that was not there before."""
+    for number in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            return make(directory / f"{name}{'' if number == 1 else f'-{number}'}{suffix}")
+    raise AssertionError("there is always another number")
+
+
+@contextlib.contextmanager
+def _explained(log_dir: str | os.PathLike[str] | None) -> Iterator[None]:
     try:
-        return f"killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"killed by signal {-status}"
+        yield
+    except OSError as error:
+        where = "the temporary directory" if log_dir is None else str(log_dir)
+        raise LaunchError(
+            f"Cannot keep what workers print in {where}: {error.strerror}. Name a directory with room that can be "
+            "written to: log_dir=... of the launcher, or $TMPDIR."
+        ) from error

@@ -1,4 +1,7 @@
-"""SlurmLauncher: workers are the tasks of one Slurm job, or of one step of the job the head is in."""
+"""SlurmLauncher: workers are the tasks of one Slurm job, or of one step of the job the head is in.
+
+What Slurm is given to run never holds the ticket: that travels in the environment of `sbatch` or `srun`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,29 +18,28 @@ from pathlib import Path
 from clusterenv.config import thread_variables
 from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.launchers.base import ELSEWHERE
-from clusterenv.launchers.slurm_fleet import SlurmFleet
-from clusterenv.launchers.slurm_job import Job, job_environment
-from clusterenv.launchers.slurm_script import ANY_WORKER, STEP, job_script, single_step, worker_script
-from clusterenv.launchers.slurm_step import Step
-from clusterenv.wire.ticket import TICKET_VARIABLE, Ticket
+from clusterenv.launchers.slurm_fleet import SlurmCommands, SlurmFleet
+from clusterenv.launchers.slurm_job import SAYS, job_environment
+from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 
 _OPTION_NAME = re.compile(r"^[a-zA-Z][a-zA-Z0-9-]*$")
 _TIME = re.compile(r"^(\d+-)?\d+(:\d+){0,2}$|^(UNLIMITED|INFINITE)$")
-_MEMORY = re.compile(r"^(\d+)([KMGT]?)$")
-_MEBIBYTES = {"K": 1 / 1024, "M": 1, "": 1, "G": 1024, "T": 1024**2}
+_MEMORY = re.compile(r"^(\d+)([KMGT])$")
+_MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 # Options that have a field, or that the launcher needs for itself.
 _TAKEN = {
     "nodes": "nodes",
     "ntasks-per-node": "workers_per_node",
-    "cpus-per-task": "cpus_per_worker",
+    "cpus-per-task": "cpus",
     "mem": "memory",
     "mem-per-cpu": "memory",
+    "gpus": "gpus",
+    "gpus-per-task": "gpus",
     "partition": "partition",
     "account": "account",
     "qos": "qos",
     "constraint": "constraint",
     "reservation": "reservation",
-    "gres": "gres",
     "time": "time",
     "exclusive": "exclusive",
     "requeue": "requeue",
@@ -47,6 +48,19 @@ _TAKEN = {
 } | dict.fromkeys(("ntasks", "parsable", "array", "wrap", "wait", "test-only", "clusters"))
 
 _SINFO_S = 30.0
+_LOOK_S = 5  # How often a job that has lost its first workers looks whether others are left.
+
+_ANY_WORKER = "$SLURM_PROCID"  # In a step with all workers, the index of each.
+_LABEL = "--label"  # Whose line it is.
+_STEP = (
+    "srun",
+    "--export=ALL",  # Not what sbatch was told: the setup may have changed the environment since.
+    "--input=none",
+    "--mpi=none",
+    "--kill-on-bad-exit=0",  # A worker that dies takes nobody with it,
+    "--wait=0",
+    "--no-kill",  # nor does a node.
+)
 
 OptionValue = str | int | bool
 
@@ -60,15 +74,15 @@ class SlurmLauncher:
 
     Attributes:
         nodes: On how many nodes; None leaves it to Slurm, and inside a job means all of its nodes.
-        workers_per_node: By default the workers are spread evenly.
-        cpus_per_worker: Also the number of threads that BLAS, OpenMP and torch use in each.
-        memory: For each worker, as Slurm writes it: "2G", or a number of megabytes.
+        workers_per_node: How many of the workers a node gets at most. By default they are spread evenly.
+        cpus: For each worker: CPUs, and as many threads of BLAS, OpenMP and torch.
+        memory: For each worker, with a unit (K, M, G or T): "4G". By default the partition's.
+        gpus: For each worker. GPUs that a node's workers share are an option: `{"gres": "gpu:1"}`.
         partition: As in `sbatch --partition`; so are the next ones.
         account: As in `sbatch --account`.
         qos: As in `sbatch --qos`.
         constraint: As in `sbatch --constraint`.
         reservation: As in `sbatch --reservation`.
-        gres: As in `sbatch --gres`; for each node.
         time: The time limit, such as "02:00:00", or a number of minutes.
         exclusive: Whether the nodes are shared with no other job.
         requeue: Whether Slurm may start the job again after a preemption or the failure of a node; workers then join
@@ -78,9 +92,9 @@ class SlurmLauncher:
         setup: Lines of shell to run before each worker starts: modules, conda, a virtual environment. One that fails
             ends the worker.
         python: The interpreter on the nodes. By default the head's own, at the same path and with its module path.
-        log_dir: Where to keep the log, a file a job. By default it is kept only for error messages, in a directory
-            beside the working directory's files that is removed in the end. The nodes should see it: where they do
-            not, errors come without the log.
+        log_dir: Where to keep the log, a file per job, `job-<number>.log`. By default it is kept only for error
+            messages, in a directory beside the working directory's files that is removed in the end. The nodes should
+            see it: where they do not, errors come without the log.
         submit: Whether to submit a job even where the head is in one itself.
         options: Any other option of `sbatch`, such as `{"job-name": "walkers", "nodelist": "n[1-4]"}`; True for one
             without a value.
@@ -88,14 +102,14 @@ class SlurmLauncher:
 
     nodes: int | None = None
     workers_per_node: int | None = None
-    cpus_per_worker: int = 1
-    memory: str | int | None = None
+    cpus: int = 1
+    memory: str | None = None
+    gpus: int | None = None
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
     reservation: str | None = None
-    gres: str | None = None
     time: str | int | None = None
     exclusive: bool = False
     requeue: bool = True
@@ -107,9 +121,9 @@ class SlurmLauncher:
     options: Mapping[str, OptionValue] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "workers_per_node", "cpus_per_worker", "warning_s"):
+        for name in ("nodes", "workers_per_node", "cpus", "gpus", "warning_s"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if (value is not None or name == "cpus") and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"SlurmLauncher.{name} must be an int of at least 1, got {value!r}.")
         if isinstance(self.setup, str):
             raise ConfigError("SlurmLauncher.setup must be a sequence of lines, not one string: setup=[...].")
@@ -118,7 +132,7 @@ class SlurmLauncher:
                 f'SlurmLauncher.time must be minutes, or like "02:00:00" or "1-12:00:00" (days), got {self.time!r}.'
             )
         if self.memory is not None and not _MEMORY.match(str(self.memory)):
-            raise ConfigError(f'SlurmLauncher.memory must be like "2G" or 2048 (megabytes), got {self.memory!r}.')
+            raise ConfigError(f'SlurmLauncher.memory must have a unit (K, M, G, T), like "4G", got {self.memory!r}.')
         for name in self.options:
             if name in _TAKEN:
                 instead = f": use SlurmLauncher({_TAKEN[name]}=...)" if _TAKEN[name] else ""
@@ -127,9 +141,14 @@ class SlurmLauncher:
                 raise ConfigError(f'SlurmLauncher.options takes names like "mail-type", without dashes, got {name!r}.')
 
     @property
-    def num_workers(self) -> int | None:
+    def suggested_workers(self) -> int | None:
         """Nodes times workers per node, if both are given."""
         return None if self.nodes is None or self.workers_per_node is None else self.nodes * self.workers_per_node
+
+    @property
+    def queues(self) -> bool:
+        """Yes: jobs may wait for hours."""
+        return True
 
     @property
     def route_to(self) -> str:
@@ -147,28 +166,22 @@ class SlurmLauncher:
         return next(iter(others), nodes[0][1] if nodes else ELSEWHERE)
 
     def launch(self, ticket: Ticket, num_workers: int) -> SlurmFleet:
-        """Submit the job, or start the step, and return at once.
+        """Submit the job, or start the step.
 
         Raises:
+            ConfigError: There is no room for so many.
             LaunchError: Slurm refuses, in its own words, or is not there.
         """
         self._check(num_workers)
-        environment = job_environment({TICKET_VARIABLE: ticket.encode()})
-        job_id = self._job_id
-        if job_id is not None:
-            log_dir = None if self.log_dir is None else Path(self.log_dir)
-            return SlurmFleet(
-                lambda: Step(self._step(num_workers, job_id), environment, log_dir, job_id),
-                lambda _, index, node: self._start_one(job_id, index, node, environment, log_dir),
-                num_workers,
-            )
-        log_dir = self._make_log_dir()
-        return SlurmFleet(
-            lambda: Job.submit(self._sbatch(num_workers), self._script(num_workers, log_dir), environment, log_dir),
-            lambda job_id, index, node: self._start_one(job_id, index, node, environment, log_dir),
-            num_workers,
-            log_dir if self.log_dir is None else None,
+        commands = SlurmCommands(
+            job=self._sbatch(num_workers),
+            script=lambda log_dir: self._script(num_workers, log_dir),
+            step=self._step(num_workers, self._job_id or ""),
+            one=lambda job_id, node, index: [*_single_step(job_id, node), *self._share(), *self._shell(str(index))],
+            alone=_single_step,
+            environment=job_environment({TICKET_VARIABLE: ticket.encode()}),
         )
+        return SlurmFleet(commands, num_workers, self._job_id, self.log_dir)
 
     def render(self, num_workers: int) -> str:
         """Show the submission and the batch script; inside a job, the step. The ticket is in its environment."""
@@ -184,24 +197,11 @@ class SlurmLauncher:
         return None if self.submit else os.environ.get("SLURM_JOB_ID")
 
     def _check(self, num_workers: int) -> None:
-        if self.num_workers is not None and num_workers > self.num_workers:
+        if self.suggested_workers is not None and num_workers > self.suggested_workers:
             raise ConfigError(
                 f"num_workers={num_workers}, but SlurmLauncher(nodes={self.nodes}, "
-                f"workers_per_node={self.workers_per_node}) has room for {self.num_workers}."
+                f"workers_per_node={self.workers_per_node}) has room for {self.suggested_workers}."
             )
-
-    def _make_log_dir(self) -> Path:
-        try:
-            if self.log_dir is None:
-                # Here rather than in the temporary directory: this is the more likely to be seen by the nodes.
-                return Path(tempfile.mkdtemp(prefix=".clusterenv-", dir=Path.cwd()))
-            log_dir = Path(self.log_dir).absolute()
-            log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(
-                f"Cannot keep logs: {error}. Name a directory with SlurmLauncher(log_dir=...)."
-            ) from error
-        return log_dir
 
     def _sbatch(self, num_workers: int) -> list[str]:
         options: dict[str, OptionValue | None] = {
@@ -220,7 +220,6 @@ class SlurmLauncher:
             "qos": self.qos,
             "constraint": self.constraint,
             "reservation": self.reservation,
-            "gres": self.gres,
             "time": self.time,
             "exclusive": self.exclusive,
             "requeue" if self.requeue else "no-requeue": True,
@@ -229,26 +228,40 @@ class SlurmLauncher:
         return ["sbatch", *_render(options)]
 
     def _script(self, num_workers: int, log_dir: Path) -> str:
-        return job_script([*STEP, *_render(self._shape(num_workers)), *self._shell(ANY_WORKER)], log_dir)
+        """Return the batch script of a job that runs all workers, and stays for those that were started again since.
+
+        Those are steps of their own. If the job ended with the last worker that came with it, it would take them all
+        with it. It writes to the log directory if its node has that too, and else where `sbatch --output` says.
+        """
+        directory = shlex.quote(str(log_dir))
+        step = [*_STEP, _LABEL, *_render(self._shape(num_workers)), *self._shell(_ANY_WORKER)]
+        return (
+            "#!/bin/bash\n"
+            f'[ -d {directory} ] && exec >>{directory}/"job-$SLURM_JOB_ID.log" 2>&1\n'
+            f'echo "{SAYS} job $SLURM_JOB_ID starts on $SLURM_JOB_NODELIST"\n'
+            f"{shlex.join(step)}\n"
+            "status=$?\n"
+            'while squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -q "\\.[0-9]"; do\n'
+            f"    sleep {_LOOK_S}\n"
+            "done\n"
+            "exit $status\n"
+        )
 
     def _step(self, num_workers: int, job_id: str) -> list[str]:
         per_node = {"ntasks-per-node": self._workers_per_node(num_workers)}
         own = {"jobid": job_id, "overlap": True, **self._shape(num_workers), **per_node}
-        return [*STEP, *_render(own), *self._shell(ANY_WORKER)]
-
-    def _start_one(
-        self, job_id: str, index: int, node: str | None, environment: dict[str, str], logs: Path | None
-    ) -> Step:
-        """Start one worker more in a job that runs, on the CPUs that its predecessor has left free."""
-        command = [*single_step(job_id, node), f"--cpus-per-task={self.cpus_per_worker}", *self._shell(str(index))]
-        return Step(command, environment, logs, job_id)
+        return [*_STEP, _LABEL, *_render(own), *self._shell(_ANY_WORKER)]
 
     def _shape(self, num_workers: int) -> dict[str, OptionValue | None]:
         return {
             "nodes": None if self.nodes is None else min(self.nodes, num_workers),
             "ntasks": num_workers,
-            "cpus-per-task": self.cpus_per_worker,
+            "cpus-per-task": self.cpus,
+            "gpus-per-task": self.gpus,
         }
+
+    def _share(self) -> list[str]:
+        return _render({"cpus-per-task": self.cpus, "gpus-per-task": self.gpus})
 
     def _workers_per_node(self, num_workers: int) -> int | None:
         if self.workers_per_node is not None or self.nodes is None:
@@ -259,15 +272,38 @@ class SlurmLauncher:
         match = None if self.memory is None else _MEMORY.match(str(self.memory))
         if match is None:
             return None
-        return f"{math.ceil(int(match[1]) * _MEBIBYTES[match[2]] / self.cpus_per_worker)}M"
+        return f"{math.ceil(int(match[1]) * _MEBIBYTES[match[2]] / self.cpus)}M"
 
     def _shell(self, worker: str) -> list[str]:
-        variables = thread_variables(self.cpus_per_worker) | {"PYTHONUNBUFFERED": "1"}
+        """Return the command that runs one worker in a shell, which says where it starts and how it ends.
+
+        Args:
+            worker: The worker's index, or `_ANY_WORKER`.
+        """
+        variables = thread_variables(self.cpus) | {"PYTHONUNBUFFERED": "1"}
         if self.python is None:
             # The head's own path, so that whatever it can import, its workers can.
             variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        python = self.python or sys.executable
-        return ["bash", "-c", worker_script(worker, variables, self.setup, python)]
+        lines = [f"export {WORKER_VARIABLE}={worker}"]
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        lines += [
+            f'echo "{SAYS} worker ${WORKER_VARIABLE} starts on $SLURMD_NODENAME in process group $$"',
+            f'report() {{ echo "{SAYS} worker ${WORKER_VARIABLE} ended with status $?"; }}',
+            "trap report EXIT",
+            # The worker gets the signal too. This shell outlives it, to report.
+            f'warn() {{ echo "{SAYS} SIGTERM: the job was cancelled or preempted, or its time limit is near"; }}',
+            "trap warn TERM",
+        ]
+        for number, line in enumerate(self.setup, start=1):
+            lines += [line, f'[ $? -eq 0 ] || {{ echo "{SAYS} line {number} of the setup failed"; exit 1; }}']
+        lines += [f"{shlex.quote(self.python or sys.executable)} -m clusterenv.worker", ""]
+        return ["bash", "-c", "\n".join(lines)]
+
+
+def _single_step(job_id: str, node: str | None) -> list[str]:
+    """Return the beginning of a command that runs something once in a job that runs, beside its other steps."""
+    where = [] if node is None else [f"--nodelist={node}"]
+    return [*_STEP, f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", *where]
 
 
 def _addresses(*which: str) -> list[tuple[str, str]]:

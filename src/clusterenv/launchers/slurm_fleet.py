@@ -2,63 +2,108 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from clusterenv.errors import LaunchError
-from clusterenv.launchers.slurm_job import Job, job_environment
-from clusterenv.launchers.slurm_script import single_step
-from clusterenv.launchers.slurm_step import Step, describe_status
+from clusterenv.launchers.command import Command
+from clusterenv.launchers.processes import describe_exit, uninterrupted
+from clusterenv.launchers.slurm_job import Holder, Job, Step, job_environment
 
+log = logging.getLogger(__name__)
+
+_SUBMIT_S = 60.0
+_DECIDE_S = 5.0  # How long to wait for Slurm's word on a job before going by what it said last.
+_SETTLE_S = 30.0  # How long to wait for what becomes of a job that is just ending.
 _LAST_WORDS_S = 0.5  # How long to wait for Slurm to say that not only this worker ended, but its job.
 _POLL_S = 0.05
 
-StartAll = Callable[[], Job | Step]
-StartOne = Callable[[str, int, str | None], Step]
+# Ends a worker by its guardian, with all it has started; or else the guardian.
+_END = """
+kill -QUIT -- -{group}
+for _ in $(seq 30); do kill -0 -- -{group} 2>/dev/null || exit 0; sleep 0.1; done
+kill -KILL -- -{group}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmCommands:
+    """What a fleet runs.
+
+    Attributes:
+        job: The `sbatch --parsable` of all workers.
+        script: The batch script for it, given the directory for its log.
+        step: The `srun` of all workers, for a head that is in a job itself.
+        one: An `srun` of one worker in a job, given the job's number, the node to use if it matters, and the index.
+        alone: The beginning of an `srun` of something else, given the job's number and the node.
+        environment: For all of them; the ticket is in it.
+    """
+
+    job: list[str]
+    script: Callable[[Path], str]
+    step: list[str]
+    one: Callable[[str, str | None, int], list[str]]
+    alone: Callable[[str, str | None], list[str]]
+    environment: dict[str, str]
 
 
 class SlurmFleet:
     """Workers in a job of their own, or in a step of the job the head is in."""
 
-    def __init__(
-        self, start_all: StartAll, start_one: StartOne, num_workers: int, remove_at_end: Path | None = None
-    ) -> None:
-        """Start the workers.
+    ends_predecessors = False  # A node that is cut off cannot be asked.
 
-        Args:
-            start_all: Starts all of them.
-            start_one: Starts one more step with one worker, given the job's number, the worker's index, and the node to
-                use if it matters.
-            num_workers: How many.
-            remove_at_end: A directory to remove in the end.
+    def __init__(
+        self, commands: SlurmCommands, num_workers: int, job_id: str | None, log_dir: str | Path | None
+    ) -> None:
+        """Start the workers in the job that the head is in, or submit one if `job_id` is None.
+
+        Raises:
+            LaunchError: Slurm refuses, or is not there.
         """
-        self._start_all = start_all
-        self._start_one = start_one
+        self._commands = commands
         self._num_workers = num_workers
-        self._remove_at_end = remove_at_end
+        self._log_dir = None if log_dir is None else Path(log_dir).absolute()
+        self._remove_at_end: Path | None = None
+        self._submission: Command | None = None
+        self._all: Job | Step
         self._replacements: dict[int, Step] = {}
+        self._endings: list[Step] = []  # Steps that were told to end, or that end others.
+        self._wishes: dict[int, float] = {}  # Workers to be started again, and since when.
+        self._failures: dict[int, str] = {}
         self._awaited: set[int] = set()  # Those to come back with the job's next run; they are not missed meanwhile.
         self._fresh: set[int] = set()  # Those that are back with a run that began before anybody asked for them.
-        self._endings: list[Step] = []
         self._run = ("", 0)
         self._ended_at: dict[int, float] = {}
         try:
-            self._all = start_all()
+            if job_id is not None:
+                with uninterrupted():
+                    self._all = Step(commands.step, commands.environment, self._log_dir, job_id)
+            else:
+                with uninterrupted():
+                    self._make_log_dir()
+                    self._submit()
+                assert self._submission is not None, "it is under way"
+                self._submission.wait(_SUBMIT_S + _DECIDE_S)
+                self._end_submission()
         except BaseException:
-            self._remove_files()
+            self.stop(0.0)
             raise
 
     def exits(self) -> dict[int, str]:
-        """Return how each worker that has ended, ended. Never waits for Slurm."""
+        """Return how each worker that has ended, ended."""
         self._look()
         found = {worker_index: self._end_of(worker_index) for worker_index in range(self._num_workers)}
         return {worker_index: how for worker_index, how in found.items() if how}
 
     def status(self) -> str:
         """Say what the job waits for, or where it runs."""
-        return str(self._all)
+        self._look()
+        return str(self._all) if self._submission is None else "another job is being submitted"
 
     def log_tail(self, worker_index: int) -> str:
         """Return the last lines a worker wrote, or where they are if the head cannot see them."""
@@ -74,56 +119,54 @@ class SlurmFleet:
         return ""
 
     def restart(self, worker_index: int) -> None:
-        """Start a worker once more: in its job while that runs, with the job if it is requeued, else in a new job.
+        """Have a worker started once more: in its job while that runs, with it if it is requeued, else in a new job.
 
-        Raises:
-            LaunchError: Slurm refuses, or the job was cancelled: whoever did that wants it to stay so.
+        If the job was cancelled it is not: whoever did that wants it to stay so.
         """
-        if isinstance(self._all, Job):
-            state = self._all.settle()
-            if state.name == "CANCELLED":
-                raise LaunchError(f"Worker {worker_index} cannot be started again: {self._all}.")
-            if state.is_over:
-                self._all.stop(0.0)
-                self._all = self._start_all()
-            if state.is_over or state.is_waiting:
-                self._awaited.add(worker_index)
-                return
-        self._look()
-        if worker_index in self._fresh and worker_index not in self._all.ends:
-            self._fresh.remove(worker_index)
-            return
+        self._failures.pop(worker_index, None)
         self._ended_at.pop(worker_index, None)
-        node = self._vacate(worker_index)
-        replaced = self._replacements.pop(worker_index, None)
-        if replaced is not None:
-            replaced.stop(0.0)
-        self._replacements[worker_index] = self._start_one(self._all.id, worker_index, node)
+        self._wishes[worker_index] = time.monotonic()
+        self._look()
 
     def stop(self, timeout_s: float) -> None:
-        """Wait this long for the workers to end by themselves, then cancel them."""
+        """Wait this long for the workers to end on their own, then cancel them."""
         deadline = time.monotonic() + timeout_s
-        self._look()
-        while self._all.places and self._are_at_work() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        self._wishes.clear()
+        if self._submission is not None:
+            self._abandon_submission()
+        if hasattr(self, "_all"):  # Else it was not even submitted.
             self._look()
-        # Where the log cannot be seen, only Slurm knows that they have ended. Where they have, it is soon done.
-        patience_s = max(0.0, deadline - time.monotonic())
-        self._all.stop(min(patience_s, _LAST_WORDS_S) if self._all.places else patience_s)
+            while self._all.places and self._are_at_work() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                self._look()
+            # Where the log cannot be seen, only Slurm knows that they have ended. Where they have, it is soon done.
+            patience_s = max(0.0, deadline - time.monotonic())
+            self._all.stop(min(patience_s, _LAST_WORDS_S) if self._all.places else patience_s)
         for step in [*self._replacements.values(), *self._endings]:
             step.stop(0.0)
         self._endings.clear()
-        self._remove_files()
+        if self._remove_at_end is not None:
+            shutil.rmtree(self._remove_at_end, ignore_errors=True)
 
     def _look(self) -> None:
+        """Note what has become known, and take the next step of what is under way. Waits for nothing."""
         self._all.look()
         for step in self._replacements.values():
             step.look()
-        for step in [step for step in self._endings if step.ended]:
-            step.stop(0.0)
-            self._endings.remove(step)
+        self._endings = [step for step in self._endings if not step.reap()]
+        if self._submission is not None and self._submission.poll():
+            try:
+                self._end_submission()
+            except LaunchError as error:
+                self._submission = None
+                self._failures |= dict.fromkeys(self._awaited, f"could not be started: {error}")
+                self._awaited.clear()
         if isinstance(self._all, Job) and self._run != (self._all.id, self._all.num_runs) and self._all.num_runs:
             self._begin((self._all.id, self._all.num_runs))
+        for worker_index, since in list(self._wishes.items()):
+            if problem := self._grant(worker_index, since):
+                del self._wishes[worker_index]
+                self._failures[worker_index] = f"could not be started: {problem}"
 
     def _begin(self, run: tuple[str, int]) -> None:
         """Note that the job runs, for the first time or once more: all workers are in it."""
@@ -132,36 +175,59 @@ class SlurmFleet:
         self._run = run
         self._awaited.clear()
         self._ended_at.clear()
-        for step in self._replacements.values():
-            step.stop(0.0)
-        self._replacements.clear()
+        for worker_index in list(self._replacements):
+            self._retire(worker_index)
 
-    def _are_at_work(self) -> bool:
-        workers = range(self._num_workers)
-        return not self._all.ended and any(index not in self._holder(index).ends for index in workers)
-
-    def _holder(self, worker_index: int) -> Job | Step:
-        return self._replacements.get(worker_index, self._all)
-
-    def _end_of(self, worker_index: int) -> str:
-        """Say how a worker ended; empty if it has not."""
-        holder = self._holder(worker_index)
-        ended = holder.ended or (self._all.ended if isinstance(self._all, Job) else "")
-        if holder.is_requeued and worker_index in self._awaited:
-            return ""
-        status = holder.ends.get(worker_index)
-        if status is not None and not holder.is_requeued:
-            if not ended and self._is_in_doubt(worker_index):
+    def _grant(self, worker_index: int, since: float) -> str:
+        """Start a worker again, once it is known where; returns why that is not possible, if it is not."""
+        if isinstance(self._all, Job):
+            job, now = self._all, time.monotonic()
+            if self._submission is None and not job.state.is_over:
+                if job.seen_at < since:
+                    job.hasten()
+                    if now - since < _DECIDE_S:
+                        return ""
+                if job.state.is_ending:
+                    return "" if now - since < _SETTLE_S else str(job)
+            if job.state.name == "CANCELLED":
+                return str(job)
+            if job.state.is_over or job.state.is_waiting:
+                return self._await_next_run(worker_index, job)
+            if worker_index in self._fresh and worker_index not in job.ends:
+                self._fresh.remove(worker_index)
+                del self._wishes[worker_index]
                 return ""
-            is_ending = isinstance(self._all, Job) and self._all.state.is_ending
-            return "; ".join(filter(None, (describe_status(status), ended or (str(self._all) if is_ending else ""))))
-        place = holder.places.get(worker_index)
-        if place is not None and not ended and not self._all.has_node(place.node):
-            return f"job {self._all.id} has lost node {place.node}"
-        return ended
+        return self._start_one(worker_index)
+
+    def _await_next_run(self, worker_index: int, job: Job) -> str:
+        """Let a worker come back with the job that waits, or with a new one."""
+        if job.state.is_over and self._submission is None:
+            try:
+                with uninterrupted():
+                    self._submit()
+            except LaunchError as error:
+                return str(error)
+        self._retire(worker_index)
+        self._awaited.add(worker_index)
+        del self._wishes[worker_index]
+        return ""
+
+    def _start_one(self, worker_index: int) -> str:
+        """Start one step more in the job that runs, on the CPUs that the worker's predecessor leaves free."""
+        try:
+            node = self._vacate(worker_index)
+            self._retire(worker_index)
+            command = self._commands.one(self._all.id, node, worker_index)
+            with uninterrupted():
+                step = Step(command, self._commands.environment, self._log_dir, self._all.id)
+                self._replacements[worker_index] = step
+                del self._wishes[worker_index]
+        except LaunchError as error:
+            return str(error)
+        return ""
 
     def _vacate(self, worker_index: int) -> str | None:
-        """Make sure that a worker has ended; returns on which node to put its successor, None if on any.
+        """See to it that a worker ends; returns on which node to put its successor, None if on any.
 
         A worker that has not been seen to end hangs, or its node is dead or cut off. So it is ended without waiting for
         that, and its successor had better be elsewhere.
@@ -172,9 +238,45 @@ class SlurmFleet:
             return None
         if worker_index in holder.ends:
             return place.node
-        command = [*single_step(self._all.id, place.node), "bash", "-c", f"kill -KILL -- -{place.process_group}"]
-        self._endings.append(Step(command, job_environment({}), None, self._all.id))
+        end = ["bash", "-c", _END.format(group=place.process_group)]
+        command = [*self._commands.alone(self._all.id, place.node), *end]
+        with uninterrupted():
+            self._endings.append(Step(command, job_environment({}), None, self._all.id))
         return None
+
+    def _retire(self, worker_index: int) -> None:
+        """Let a worker's own step end in the background, if it has one."""
+        with uninterrupted():
+            if (step := self._replacements.pop(worker_index, None)) is not None:
+                step.end()
+                self._endings.append(step)
+
+    def _are_at_work(self) -> bool:
+        workers = range(self._num_workers)
+        return not self._all.ended and any(index not in self._holder(index).ends for index in workers)
+
+    def _holder(self, worker_index: int) -> Holder:
+        return self._replacements.get(worker_index, self._all)
+
+    def _end_of(self, worker_index: int) -> str:
+        """Say how a worker ended; empty if it has not, or is being started again."""
+        if worker_index in self._failures:
+            return self._failures[worker_index]
+        holder = self._holder(worker_index)
+        is_expected = worker_index in self._awaited and (holder.is_requeued or self._submission is not None)
+        if worker_index in self._wishes or is_expected:
+            return ""
+        ended = holder.ended or (self._all.ended if isinstance(self._all, Job) else "")
+        status = holder.ends.get(worker_index)
+        if status is not None and not holder.is_requeued:
+            if not ended and self._is_in_doubt(worker_index):
+                return ""
+            is_ending = isinstance(self._all, Job) and self._all.state.is_ending
+            return "; ".join(filter(None, (describe_exit(status), ended or (str(self._all) if is_ending else ""))))
+        place = holder.places.get(worker_index)
+        if place is not None and not ended and not self._all.has_node(place.node):
+            return f"job {self._all.id} has lost node {place.node}"
+        return ended
 
     def _is_in_doubt(self, worker_index: int) -> bool:
         """Whether a worker that has ended may have done so with its whole job: Slurm is asked, for a moment."""
@@ -188,6 +290,58 @@ class SlurmFleet:
         goes_on = self._all.seen_at > since and self._all.state.is_alive
         return not goes_on and now - since < _LAST_WORDS_S
 
-    def _remove_files(self) -> None:
-        if self._remove_at_end is not None:
-            shutil.rmtree(self._remove_at_end, ignore_errors=True)
+    def _make_log_dir(self) -> None:
+        try:
+            if self._log_dir is None:
+                # Here rather than in the temporary directory: this is the more likely to be seen by the nodes.
+                self._log_dir = self._remove_at_end = Path(tempfile.mkdtemp(prefix=".clusterenv-", dir=Path.cwd()))
+            else:
+                self._log_dir.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=self._log_dir).close()  # Better now than on the node.
+        except OSError as error:
+            raise LaunchError(
+                f"Cannot keep logs: {error}. Name a directory with SlurmLauncher(log_dir=...)."
+            ) from error
+
+    def _submit(self) -> None:
+        assert self._log_dir is not None, "it was made"
+        script = self._commands.script(self._log_dir)
+        try:
+            self._submission = Command(
+                self._commands.job, _SUBMIT_S, stdin=script, environment=self._commands.environment
+            )
+        except FileNotFoundError as error:
+            raise LaunchError("There is no sbatch on this machine: is it a node of a Slurm cluster?") from error
+        except OSError as error:
+            raise LaunchError(f"sbatch cannot be run: {error}.") from error
+
+    def _end_submission(self) -> None:
+        """Follow the job that was submitted.
+
+        Raises:
+            LaunchError: Slurm refuses it, in its own words, or does not answer.
+        """
+        assert self._submission is not None, "it has ended"
+        assert self._log_dir is not None, "it was made"
+        job_id = self._submission.out.partition(";")[0]
+        if self._submission.has_timed_out or self._submission.status is None:
+            raise LaunchError(f"sbatch has not answered within {_SUBMIT_S:g} s; see `sdiag` and `sinfo`.")
+        if self._submission.status != 0 or not job_id.isdigit():
+            raise LaunchError(f"Slurm refused the job of workers:\n{self._submission.err or self._submission.out}")
+        log.info("submitted job %s", job_id)
+        if isinstance(before := getattr(self, "_all", None), Job):
+            before.close()
+        self._all = Job(job_id, self._log_dir)
+        self._submission = None
+
+    def _abandon_submission(self) -> None:
+        """Let a submission come to its end, so that the job can be cancelled."""
+        assert self._submission is not None, "it is under way"
+        if not self._submission.wait(_DECIDE_S):
+            log.warning("sbatch does not answer; if it has submitted a job, its workers end on their own")
+            self._submission.kill()
+            self._submission.wait(_DECIDE_S)
+        try:
+            self._end_submission()
+        except LaunchError:  # Then there is none.
+            self._submission = None

@@ -1,17 +1,53 @@
-"""SSHLauncher: workers on machines you can log in to with ssh."""
+"""SSHLauncher: workers on machines you can log in to with ssh.
+
+Without a terminal a remote process outlives its ssh client, and sshd passes on no signals to root's processes. So the
+shell that becomes the worker first says its process id, and workers are ended by that id, over another connection.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterenv.config import thread_variables
+from clusterenv.config import split_shards, thread_variables
 from clusterenv.errors import ConfigError, LaunchError
-from clusterenv.launchers.ssh_fleet import SSHFleet
+from clusterenv.launchers.processes import WorkerLog, describe_exit, make_run_dir, uninterrupted, wait_for
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
+
+log = logging.getLogger(__name__)
+
+# sshd begins to turn away connections when 10 are not through with logging in (MaxStartups).
+_LOGGING_IN_AT_ONCE = 8
+_SSH_FAILED = 255  # The status of an ssh client that could not connect or lost its connection.
+_CONFIG_S = 10.0  # How long ssh may take to read its configuration.
+_END_S = 10.0  # How long ending workers over new connections may take.
+_LOOK_S = 0.02
+_FIRST_WORDS_BYTES = 1 << 16
+_SETUP_BYTES = 1 << 15  # What a pipe holds before anybody reads it, and more than enough.
+
+# Ends the process groups of workers: SIGTERM asks them to leave in order, SIGQUIT makes a worker's guardian end it at
+# once. A process that only took over the id of one that ended long ago is left alone: it is not called clusterenv.
+_END = """
+ours=
+for pid in {pids}; do
+  case "$(ps -o args= -p $pid 2>/dev/null)" in *clusterenv* | "") ours="$ours $pid" ;; esac
+done
+for signal in {signals}; do
+  case $signal in QUIT) tries=30 ;; *) tries=10 ;; esac  # A guardian also ends what environments started.
+  for pid in $ours; do kill -s $signal -- -$pid 2>/dev/null || kill -s $signal $pid 2>/dev/null; done
+  for pid in $ours; do
+    while kill -s 0 -- -$pid 2>/dev/null && [ $tries -gt 0 ]; do sleep 0.1; tries=$((tries - 1)); done
+  done
+done
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,26 +58,25 @@ class SSHLauncher:
     the other side.
 
     Attributes:
-        hosts: Names as you would give them to ssh (`host`, `user@host`, an alias of your ssh configuration). A mapping
-            says how many workers each gets.
-        workers_per_host: How many workers a host gets if `hosts` only names them.
+        hosts: Names as you would give them to ssh (`host`, `user@host`, an alias of your ssh configuration), which get
+            equally many workers. Or a mapping from names to how many workers each gets at most.
+        cpus: For each worker: how many threads BLAS, OpenMP and torch use in it. By default the cores of a host are
+            shared out evenly among its workers. Variables set there already are left alone.
         python: The command for Python there, as you would type it, e.g. `~/venv/bin/python`.
         setup: Lines of shell to run there first, e.g. `module load cuda` or `cd ~/project`. One that fails
             ends the worker.
-        threads_per_worker: How many threads BLAS, OpenMP and torch may use in a worker. By default the cores of a host
-            are shared out evenly among its workers. Variables set there already are left alone.
         ssh_options: More options for ssh, e.g. `-F`, `my_ssh_config`, `-p`, `2222`.
         shell: What reads the commands there, from its standard input. A login shell by default, so that
             everything is as when you log in.
         connect_timeout_s: How long ssh tries to reach a host.
-        log_dir: Where to keep what workers print, a file each. By default it is kept only for error messages.
+        log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. By default
+            it is kept only for error messages.
     """
 
     hosts: Sequence[str] | Mapping[str, int]
-    workers_per_host: int = 1
+    cpus: int | None = None
     python: str = "python3"
     setup: Sequence[str] = ()
-    threads_per_worker: int | None = None
     ssh_options: Sequence[str] = ()
     shell: str = "bash -l"
     connect_timeout_s: int = 10
@@ -56,26 +91,32 @@ class SSHLauncher:
         for host in self.hosts:
             # A name that ssh would take for an option could make it run anything.
             if not host or host.startswith("-") or not host.isprintable() or " " in host:
-                raise ConfigError(f"SSHLauncher.hosts holds {host!r}, which is no name of a host.")
+                raise ConfigError(f"SSHLauncher.hosts holds {host!r}, which is not the name of a host.")
         if repeated := {host for host in self.hosts if list(self.hosts).count(host) > 1}:
             raise ConfigError(
                 f"SSHLauncher.hosts names {', '.join(sorted(repeated))} twice; say how many workers a host gets "
                 "with a mapping, e.g. hosts={'gpu1': 8}."
             )
-        if isinstance(self.hosts, Mapping) and self.workers_per_host != 1:
-            raise ConfigError("SSHLauncher.workers_per_host is for a list of hosts; the mapping says it for each.")
-        for host, count in self._counts().items():
-            if count < 1:
-                raise ConfigError(f"SSHLauncher: {host} must get at least 1 worker, got {count}.")
-        for name in ("threads_per_worker", "connect_timeout_s"):
+        if isinstance(self.hosts, Mapping):
+            for host, count in self.hosts.items():
+                if not isinstance(count, int) or count < 1:
+                    raise ConfigError(f"SSHLauncher.hosts: {host} must get at least 1 worker, got {count!r}.")
+        for name in ("cpus", "connect_timeout_s"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"SSHLauncher.{name} must be at least 1, got {value}.")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"SSHLauncher.{name} must be an int of at least 1, got {value!r}.")
+        if sum(len(line.encode()) for line in self.setup) > _SETUP_BYTES:
+            raise ConfigError(f"SSHLauncher.setup is longer than {_SETUP_BYTES} bytes: put it into a file there.")
 
     @property
-    def num_workers(self) -> int:
-        """As many as the hosts get."""
-        return sum(self._counts().values())
+    def suggested_workers(self) -> int:
+        """One per host, or as many as the hosts get at most."""
+        return sum(self.hosts.values()) if isinstance(self.hosts, Mapping) else len(self.hosts)
+
+    @property
+    def queues(self) -> bool:
+        """No: they start at once."""
+        return False
 
     @property
     def route_to(self) -> str:
@@ -85,7 +126,11 @@ class SSHLauncher:
             LaunchError: There is no ssh here, or it cannot read its configuration.
         """
         host = next(iter(self.hosts))
-        answer = subprocess.run([_find_ssh(), *self.ssh_options, "-G", "--", host], capture_output=True, text=True)
+        command = [_find_ssh(), *self.ssh_options, "-G", "--", host]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=_CONFIG_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise LaunchError(f"`ssh -G {host}` has not answered within {_CONFIG_S:g} s.") from error
         if answer.returncode != 0:
             raise LaunchError(f"ssh cannot tell what it knows of {host}: {answer.stderr.strip()}")
         # "hostname gpu1.example.org", one setting a line.
@@ -93,7 +138,12 @@ class SSHLauncher:
         return settings.get("hostname", host)
 
     def launch(self, ticket: Ticket, num_workers: int) -> SSHFleet:
-        """Start connecting to the hosts and return at once."""
+        """Start connecting to the hosts and return at once.
+
+        Raises:
+            ConfigError: The hosts may not get so many workers.
+            LaunchError: There is no ssh here, or a log cannot be written.
+        """
         seats = self._seats(num_workers)
         _find_ssh()
         return SSHFleet(
@@ -113,18 +163,17 @@ class SSHLauncher:
             parts.append(f"{command} <<'END'\n# Here the ticket is set.\n{self._script(worker_index, seats)}END")
         return "\n".join(parts)
 
-    def _counts(self) -> dict[str, int]:
-        return dict(self.hosts) if isinstance(self.hosts, Mapping) else dict.fromkeys(self.hosts, self.workers_per_host)
-
     def _seats(self, num_workers: int) -> list[str]:
-        """Return the host of each worker; if there are fewer than seats, the last hosts get fewer."""
-        seats = [host for host, count in self._counts().items() for _ in range(count)]
-        if not 0 < num_workers <= len(seats):
+        """Return the host of each worker."""
+        if not isinstance(self.hosts, Mapping):
+            shares = split_shards(num_workers, len(self.hosts))
+            return [host for host, (start, stop) in zip(self.hosts, shares, strict=True) for _ in range(start, stop)]
+        if num_workers > self.suggested_workers:
             raise ConfigError(
-                f"SSHLauncher has hosts for {len(seats)} workers, but {num_workers} are wanted. "
-                "Give it more hosts or more workers_per_host, or ask for fewer with ClusterEnv(num_workers=...)."
+                f"num_workers={num_workers}, but SSHLauncher.hosts has places for {self.suggested_workers}: "
+                f"{dict(self.hosts)}. Name more hosts, let them have more, or give a list to share workers out evenly."
             )
-        return seats[:num_workers]
+        return [host for host, count in self.hosts.items() for _ in range(count)][:num_workers]
 
     def _command(self, host: str, remote_command: str) -> list[str]:
         return [
@@ -145,11 +194,11 @@ class SSHLauncher:
 
     def _script(self, worker_index: int, seats: Sequence[str]) -> str:
         """Return the shell lines that become the worker, once the shell has the ticket."""
-        if self.threads_per_worker is None:
+        if self.cpus is None:
             cores = "$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN || echo 1)"
             threads = f"$(( {cores} / {seats.count(seats[worker_index])} ))"
         else:
-            threads = str(self.threads_per_worker)
+            threads = str(self.cpus)
         setup = [
             f'{line}\n[ $? -eq 0 ] || {{ echo "line {number} of the setup failed"; exit 1; }}'
             for number, line in enumerate(self.setup, start=1)
@@ -166,8 +215,236 @@ class SSHLauncher:
         )
 
 
+class SSHFleet:
+    """One ssh client per worker; its output is the worker's log."""
+
+    ends_predecessors = False  # One behind a broken connection cannot be seen to be dead.
+
+    def __init__(
+        self,
+        seats: Sequence[str],
+        command: Callable[[str, str], list[str]],
+        script: Callable[[int], str],
+        log_dir: str | Path | None,
+    ) -> None:
+        """Start connecting.
+
+        Args:
+            seats: The host of each worker.
+            command: Makes an ssh command from a host and a name; a shell there reads what to do from its
+                standard input, and goes by that name.
+            script: The shell lines that become a worker, given its index.
+            log_dir: Where to keep what workers print. None: only for error messages.
+
+        Raises:
+            LaunchError: The ssh program cannot be run, or a log cannot be written.
+        """
+        self._command = command
+        self._script = script
+        self._sessions: list[_Session] = []
+        self._enders: dict[str, subprocess.Popen[bytes]] = {}
+        self._is_stopping = self._is_stopped = False
+        try:
+            run_dir = make_run_dir(log_dir)
+            for worker_index, host in enumerate(seats):
+                with uninterrupted():
+                    self._sessions.append(_Session(host, worker_index, WorkerLog(run_dir, f"worker-{worker_index}")))
+            self._advance()
+            if failures := [session for session in self._sessions if session.failure]:
+                raise LaunchError(f"Worker {failures[0].worker_index} {failures[0].failure}.")
+        except BaseException:
+            self.stop(timeout_s=0.0)
+            raise
+
+    def exits(self) -> dict[int, str]:
+        """Return how each worker that has ended, ended, and on which host."""
+        self._advance()
+        return {session.worker_index: session.describe() for session in self._sessions if session.has_ended}
+
+    def status(self) -> str:
+        """Say which hosts are still being logged in to."""
+        self._advance()
+        counts = Counter(session.host for session in self._sessions if session.is_vacant or session.is_logging_in)
+        return "logging in to " + ", ".join(f"{host} ({count})" for host, count in counts.items()) if counts else ""
+
+    def log_tail(self, worker_index: int) -> str:
+        """Return the last lines that a worker, or ssh, wrote."""
+        return self._sessions[worker_index].log.tail()
+
+    def restart(self, worker_index: int) -> None:
+        """Have a worker started once more; over the same connection its predecessor is ended first."""
+        self._sessions[worker_index].vacate()
+        self._advance()
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait this long for the workers to end on their own, then end them by their process ids."""
+        if self._is_stopped:
+            return
+        self._is_stopping = True
+        deadline = time.monotonic() + timeout_s
+        for session in self._sessions:
+            if session.client is not None:
+                wait_for(session.client, deadline)
+        self._end_remote(time.monotonic() + _END_S)
+        for session in self._sessions:
+            session.close()
+        self._is_stopped = True
+
+    def _advance(self) -> None:
+        """Start clients for workers that have none, as many as their hosts let in at once."""
+        if self._is_stopping:
+            return
+        logging_in = Counter(session.host for session in self._sessions if session.is_logging_in)
+        for session in self._sessions:
+            if session.is_vacant and logging_in[session.host] < _LOGGING_IN_AT_ONCE:
+                logging_in[session.host] += 1
+                name = f"clusterenv-worker-{session.worker_index}"
+                session.start(self._command(session.host, name), self._script(session.worker_index))
+
+    def _end_remote(self, deadline: float) -> None:
+        """End what may still run elsewhere, on all hosts at the same time."""
+        pids: dict[str, list[int]] = {}
+        for session in self._sessions:
+            if left := session.await_left(deadline - _END_S / 2):
+                pids.setdefault(session.host, []).extend(left)
+        self._drop_enders()
+        for host in pids:
+            with contextlib.suppress(OSError), uninterrupted():  # The warning below says enough.
+                self._enders[host] = _run(
+                    self._command(host, "end"), _END.format(pids=_join(pids[host]), signals="TERM QUIT KILL")
+                )
+        for host in pids:
+            ender = self._enders.get(host)
+            if ender is None or not wait_for(ender, deadline) or ender.returncode == _SSH_FAILED:
+                log.warning(
+                    "%s could not be reached to end the workers there (process ids %s); they end on their own when "
+                    "they find the head gone",
+                    host,
+                    _join(pids[host]),
+                )
+        self._drop_enders()
+
+    def _drop_enders(self) -> None:
+        for ender in self._enders.values():
+            ender.kill()
+            ender.wait()
+        self._enders.clear()
+
+
+class _Session:
+    """One worker's ssh client, and what it has told of the process at the other end."""
+
+    def __init__(self, host: str, worker_index: int, log: WorkerLog) -> None:
+        self.host = host
+        self.worker_index = worker_index
+        self.log = log
+        self.client: subprocess.Popen[bytes] | None = None
+        self.failure = ""
+        self._is_wanted = True  # Whether a client is to be started, once the old one has gone.
+        self._pid: int | None = None
+        self._predecessors: list[int] = []  # Those of which nobody has told that they were ended.
+        self._log_start = 0
+
+    @property
+    def is_vacant(self) -> bool:
+        return self._is_wanted and (self.client is None or self.client.poll() is not None)
+
+    @property
+    def is_logging_in(self) -> bool:
+        """Whether the shell at the other end has not spoken yet."""
+        return not self._is_wanted and not self.has_ended and self.find_pid() is None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the client has: it stays as long as the worker does, unless the connection breaks."""
+        return bool(self.failure) or (
+            not self._is_wanted and self.client is not None and self.client.poll() is not None
+        )
+
+    def vacate(self) -> None:
+        """Make room for a successor. Until the old client has gone, its last words could be taken for the new one's."""
+        self.failure = ""
+        self._is_wanted = True
+        if self.client is not None:
+            self.client.kill()
+
+    def start(self, command: list[str], script: str) -> None:
+        """Start a client and give it the script; whoever held this seat before is ended first."""
+        predecessors = self._find_left()
+        first = _END.format(pids=_join(predecessors), signals="QUIT KILL") if predecessors else ""
+        mark = f'echo "{self._mark}$$ on $(uname -n)"'
+        with uninterrupted():
+            self._is_wanted = False
+            self._predecessors, self._pid, self._log_start = predecessors, None, self.log.size_bytes
+            try:
+                # In braces all of it is read before any of it runs: nothing can eat the rest by reading its standard
+                # input.
+                self.client = _run(command, f"{{\n{first}{mark} || exit\n{script}exit\n}} </dev/null\n", self.log)
+            except OSError as error:
+                self.failure = f"could not be started: ssh cannot be run: {error}"
+
+    def find_pid(self) -> int | None:
+        """Return the process id of the shell that waits for the worker, once it has said it: also its group's."""
+        if self._pid is None and self.client is not None:
+            words = self.log.read(self._log_start, _FIRST_WORDS_BYTES).decode(errors="replace")
+            if said := re.search(rf"^{re.escape(self._mark)}(\d+) on ", words, re.MULTILINE):
+                self._pid = int(said[1])
+                self._predecessors.clear()  # It speaks when they have been ended.
+        return self._pid
+
+    def await_left(self, deadline: float) -> list[int]:
+        """Return the process ids of all that may still run, once they are known or time is up."""
+        while self.is_logging_in and self.client is not None and time.monotonic() < deadline:
+            wait_for(self.client, time.monotonic() + _LOOK_S)
+        return self._find_left()
+
+    def describe(self) -> str:
+        if self.failure:
+            return self.failure
+        assert self.client is not None, "it has ended"
+        status = self.client.returncode
+        if status == _SSH_FAILED:
+            how = "ssh could not connect" if self.find_pid() is None else "ssh lost the connection"
+            return f"{how} to {self.host}, exit status {status}"
+        if status < 0:
+            return f"the ssh client that held it on {self.host} was {describe_exit(status)}"
+        return f"{describe_exit(status)} on {self.host}"
+
+    def close(self) -> None:
+        if self.client is not None and self.client.poll() is None:
+            self.client.terminate()
+            if not wait_for(self.client, time.monotonic() + 1.0):
+                self.client.kill()
+                self.client.wait()
+        self.log.close()
+
+    def _find_left(self) -> list[int]:
+        pid, status = self.find_pid(), None if self.client is None else self.client.poll()
+        # A client that brought the worker's own status has seen its end.
+        has_ended = status is not None and 0 <= status != _SSH_FAILED
+        return self._predecessors + ([] if pid is None or has_ended else [pid])
+
+    @property
+    def _mark(self) -> str:
+        return f"clusterenv worker {self.worker_index}: process "
+
+
+def _run(command: list[str], script: str, log: WorkerLog | None = None) -> subprocess.Popen[bytes]:
+    output = subprocess.DEVNULL if log is None else log.file
+    # Ctrl-C in the terminal is for the head, which then ends its workers in order.
+    client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, process_group=0)
+    assert client.stdin is not None
+    with contextlib.suppress(BrokenPipeError), client.stdin:  # A client that has ended already says why by its status.
+        client.stdin.write(script.encode())
+    return client
+
+
 def _find_ssh() -> str:
     path = shutil.which("ssh")
     if path is None:
         raise LaunchError("SSHLauncher needs the program ssh, and there is none on this machine's PATH.")
     return path
+
+
+def _join(pids: Sequence[int]) -> str:
+    return " ".join(map(str, pids))

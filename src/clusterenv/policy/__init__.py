@@ -3,14 +3,21 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from clusterenv.policy.distribution import Distribution
-from clusterenv.policy.divergence import Custom, divergence
+from clusterenv.policy.distribution import Distribution, divergence
 from clusterenv.policy.policy import BasePolicy, Decision, FunctionPolicy, Policy
 from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync, SyncRule
 
 if TYPE_CHECKING:
-    from clusterenv.policy.continuous import Deterministic, DiagonalGaussian, SquashedGaussian
-    from clusterenv.policy.discrete import Bernoulli, Categorical, MultiCategorical, QValues
+    from clusterenv.policy.families import (
+        Bernoulli,
+        Categorical,
+        Custom,
+        Deterministic,
+        DiagonalGaussian,
+        MultiCategorical,
+        QValues,
+        SquashedGaussian,
+    )
 
 __all__ = [
     "AdaptiveSync",
@@ -34,19 +41,8 @@ __all__ = [
     "divergence",
 ]
 
-# Imported when they are first used: an agent needs one family of distributions, and a plain function none.
-_FAMILIES = {
-    "Bernoulli": "discrete",
-    "Categorical": "discrete",
-    "Deterministic": "continuous",
-    "DiagonalGaussian": "continuous",
-    "MultiCategorical": "discrete",
-    "QValues": "discrete",
-    "SquashedGaussian": "continuous",
-}
-
 
 def __getattr__(name: str) -> object:
-    if name in _FAMILIES:
-        return getattr(importlib.import_module(f"clusterenv.policy.{_FAMILIES[name]}"), name)
+    if name in __all__:  # The families are imported when first used: a plain function needs none.
+        return getattr(importlib.import_module("clusterenv.policy.families"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

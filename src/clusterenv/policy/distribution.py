@@ -1,8 +1,7 @@
 """A policy's action distributions on a batch of observations, as plain arrays.
 
-A distribution can be sampled (that is how most policies act), compared with another of its family (that is what
-Adaptive Policy Synchronization measures) and taken apart into arrays that travel. The families are in `discrete` and
-`continuous`.
+A distribution can be sampled (which is how most policies act), compared with another one of its family (which is what
+Adaptive Policy Synchronization measures), and taken apart into arrays that can be sent. `families` has the families.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ NO_VALUES: Call = MappingProxyType({})
 class Distribution(ABC):
     """What a policy may do in each of n states.
 
-    Building one is free of checks, because a policy builds one at every step; `check` is for the rare moments when it
-    crosses a border.
+    The constructor checks nothing, because a policy builds one at every step. Call `check` before comparing or sending.
     """
 
     family: ClassVar[str]
@@ -39,13 +37,12 @@ class Distribution(ABC):
     reads: ClassVar[frozenset[str]] = frozenset({"deterministic"})
     """The per-call values that `sample` understands."""
 
-    @abstractmethod
     def __len__(self) -> int:
-        """Count the states."""
+        return len(getattr(self, self.sent[0]))
 
     @abstractmethod
     def check(self) -> None:
-        """Raise PolicyError unless shapes and values make sense."""
+        """Raise PolicyError unless shapes and values are valid."""
 
     @abstractmethod
     def kl(self, newest: Self) -> NDArray[np.float64]:
@@ -66,49 +63,65 @@ class Distribution(ABC):
             PolicyError: The distribution holds NaN, so nothing can be drawn.
         """
 
-    @abstractmethod
     def log_prob(self, action: Array) -> Floats:
-        """Return the log-probability (density, if continuous) of one given action per state, shape `[n]`."""
+        """Return the log-probability (density, if continuous) of one given action per state, shape `[n]`.
+
+        Raises:
+            PolicyError: The family has none.
+        """
+        raise PolicyError(f"{type(self).__name__} distributions have no log-probabilities.")
 
     def to_arrays(self) -> tuple[str, dict[str, Array]]:
-        """Take apart into the family's name and the arrays of `sent`."""
+        """Return the family's name and the arrays named in `sent`."""
         return self.family, {name: getattr(self, name) for name in self.sent}
 
     def read(self, family: str, arrays: Mapping[str, Array]) -> Self:
         """Read another version's arrays as a distribution of this family on the same states.
 
-        This distribution, which the reader made itself, says what may come: nothing in the message chooses a type or a
-        shape.
+        Family, names and shapes must be those of this distribution, which the reader made itself: nothing in a message
+        chooses a type or a shape.
 
         Raises:
-            PolicyError: Another family, other names, other shapes or dtypes, NaN.
+            PolicyError: They differ, or the arrays hold NaN.
         """
-        if family != self.family:
+        own_family, own = self.to_arrays()
+        expected = {name: (array.shape, array.dtype.kind) for name, array in own.items()}
+        got = {name: (array.shape, array.dtype.kind) for name, array in arrays.items()}
+        if family != own_family or got != expected:
             raise PolicyError(
-                f"Expected a sketch of family {self.family!r}, got {family!r}: head and worker run different agents."
+                f"Expected a sketch {own_family!r} with shapes and kinds {expected}, got {family!r} with {got}: "
+                "head and worker run different agents."
             )
-        own = self.to_arrays()[1]
-        if arrays.keys() != own.keys():
-            raise PolicyError(f"A {family} sketch holds {sorted(own)}, got {sorted(arrays)}.")
-        for name, array in arrays.items():
-            if array.dtype.kind != "f" or array.shape != own[name].shape:
-                raise PolicyError(
-                    f"{name!r} of a {family} sketch should be floats of shape {own[name].shape}, "
-                    f"got {array.dtype} of shape {array.shape}."
-                )
-        newest = replace(self, **arrays)  # type: ignore[type-var]  # every family is a dataclass; an ABC cannot say so
+        newest = self._with_arrays(arrays)
         newest.check()
         return newest
 
+    def _with_arrays(self, arrays: Mapping[str, Array]) -> Self:
+        return replace(self, **arrays)  # type: ignore[type-var]  # every family is a dataclass; an ABC cannot say so
+
+
+def divergence(own: Distribution, newest: Distribution) -> NDArray[np.float64]:
+    """Return how far a worker's own policy is from the newest one: KL(own || newest) for each state, shape `[n]`.
+
+    In this direction because the worker's own policy made the data: the mean of this number is the mean of
+    -log(newest / own) over those transitions, which PPO implementations print as `approx_kl`. Per state rather than
+    summed over environments, so that a threshold means the same for 1 and for 1,000 of them. Infinite where the newest
+    policy never does what the worker's may do; never negative, never NaN.
+
+    Raises:
+        PolicyError: The two are of different families or sizes, or hold NaN.
+    """
+    own.check()
+    gap = own.kl(own.read(*newest.to_arrays()))
+    if np.isnan(gap).any():
+        raise PolicyError(f"The divergence of two {own.family} distributions is NaN.")
+    return gap
+
 
 def check_floats(owner: str, array: Floats, shape: tuple[int | None, ...], *, may_forbid: bool = False) -> None:
-    """Raise PolicyError unless `array` holds finite floats of `shape` (None: any size from 1).
+    """Raise PolicyError, calling the array `owner`, unless it holds finite floats of `shape` (None: any size from 1).
 
-    Args:
-        owner: How the error calls the array.
-        array: What is checked.
-        shape: The expected shape.
-        may_forbid: Whether -inf is allowed, which marks an action as forbidden; some action must remain in each row.
+    With `may_forbid`, -inf marks an action as forbidden; each row must keep at least one action.
     """
     fits = array.ndim == len(shape) and all(
         size == expected if expected is not None else size >= 1
@@ -120,7 +133,7 @@ def check_floats(owner: str, array: Floats, shape: tuple[int | None, ...], *, ma
     finite = np.isfinite(array)
     if may_forbid:
         if not finite.any(axis=-1).all():
-            raise PolicyError(f"{owner} has a row without any finite number: no action is possible there.")
+            raise PolicyError(f"{owner} has a row without any finite number, so no action is possible there.")
         finite |= np.isneginf(array)
     if not finite.all():
         raise PolicyError(f"{owner} holds NaN or inf. Has training diverged?")
@@ -139,12 +152,12 @@ def read_number(call: Call, name: str, default: float) -> Floats:
 
 
 def is_deterministic(call: Call) -> bool:
-    """Say whether this call wants each state's most likely action."""
+    """Tell whether this call asks for each state's most likely action."""
     return bool(call.get("deterministic", False))
 
 
 def refuse_nan(value: Floats) -> None:
-    """Raise PolicyError if any number is NaN: drawing from such a distribution would silently return action 0."""
+    """Raise PolicyError if any number is NaN: sampling would silently return action 0."""
     if np.isnan(value).any():
         raise PolicyError(
             "The policy's action distribution holds NaN. Has training diverged, or does an observation hold NaN?"

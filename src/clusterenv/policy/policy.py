@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,19 +53,19 @@ class Policy(Protocol):
 
         Args:
             obs: Observations `[n, ...]`, nested as the observation space is; valid only during the call.
-            state: What the last decision returned, or `initial_state`, with the rows of new episodes already put back
-                to their initial values (`start_episodes`).
+            state: What the last decision returned, or `initial_state`, with the rows of new episodes already reset to
+                their initial values (`start_episodes`).
             call: Per-call values such as epsilon.
 
         Returns:
-            Arrays the policy will not write to again.
+            Arrays that the policy will not write to again.
         """
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
-        """Return the action distributions on a batch, drawing nothing; None if the policy cannot say."""
+        """Return the action distributions on a batch without sampling; None if the policy has none to offer."""
 
     def weights(self) -> dict[str, Array]:
-        """Return the weights by name, always in the same order. They may be live: encode or copy them at once."""
+        """Return the weights by name, always in the same order. They may be live: encode or copy them immediately."""
 
     def load(self, weights: Weights) -> None:
         """Overwrite the weights in place.
@@ -77,24 +77,24 @@ class Policy(Protocol):
     def stamp(self) -> Hashable:
         """Return a value that differs from an earlier one if the weights may have changed in between.
 
-        None means that the policy cannot say, and `envs.publish(agent)` must.
+        None means that the policy cannot tell: changes are then announced with `envs.publish(agent)`.
         """
 
     def seed(self, seed: int) -> None:
-        """Make all further random choices follow from this seed."""
+        """Make all further random choices depend on this seed alone."""
 
     def initial_state(self, num_envs: int) -> State | None:
         """Return the recurrent state at an episode's start, each `[num_envs, ...]`; None if the policy has none."""
 
 
 class BasePolicy:
-    """A policy in numpy, complete but for `distribution` or `act`: give either, and `weights` if there are any."""
+    """A policy in numpy that lacks only `distribution` or `act`: write either, and `weights` if there are any."""
 
     _rng: np.random.Generator | None = None
 
     @property
     def rng(self) -> np.random.Generator:
-        """The generator to draw from; unseeded until `seed` is called."""
+        """The random generator; unseeded until `seed` is called."""
         if self._rng is None:
             self._rng = np.random.default_rng()
         return self._rng
@@ -107,37 +107,37 @@ class BasePolicy:
         return draw(distribution, self.rng, call)
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
-        """Say nothing about the distribution."""
+        """Return None: not every policy can describe its distribution."""
         return None
 
     def weights(self) -> dict[str, Array]:
-        """Return no weights."""
+        """Return an empty dict: a policy without weights."""
         return {}
 
     def load(self, weights: Weights) -> None:
-        """Copy into the arrays that `weights` returns."""
+        """Copy the given weights into the arrays that `weights()` returns."""
         own = self.weights()
         WeightsSpec.of(own).check(weights)
         for name, array in own.items():
             np.copyto(array, weights[name])
 
     def stamp(self) -> Hashable:
-        """Hash every weight."""
+        """Return a hash of every array."""
         return tuple(hash(array.tobytes()) for array in self.weights().values())
 
     def seed(self, seed: int) -> None:
-        """Start a new generator."""
+        """Replace the generator by one with this seed."""
         self._rng = np.random.default_rng(seed)
 
     def initial_state(self, num_envs: int) -> State | None:
-        """Have no state."""
+        """Return None: a policy without recurrent state."""
         return None
 
 
 class FunctionPolicy(BasePolicy):
     """A plain function over numpy arrays: `f(obs)`, `f(obs, rng)`, `f(obs, epsilon)`.
 
-    A parameter called `rng` gets the worker's seeded generator; any other is a per-call value.
+    A parameter named `rng` receives the worker's seeded generator; any other is a per-call value.
 
     Args:
         function: Returns the actions, or a `Decision`.
@@ -145,44 +145,36 @@ class FunctionPolicy(BasePolicy):
 
     def __init__(self, function: Callable[..., Tree | Decision]) -> None:
         self._function = function
-        self._wants = Wants(function, leading=1, offered=("rng",))
+        self._signature = Signature(function, num_positional=1, offered="rng")
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
-        """Call the function."""
-        answer = self._function(obs, **self._wants.pick({"rng": self.rng}, call))
+        answer = self._function(obs, **self._signature.bind(self.rng, call))
         return answer if isinstance(answer, Decision) else Decision(answer, {})
 
 
-class Wants:
-    """Which values a user's function wants, read once from its signature.
-
-    Its leading parameters are given in order. Each further one is filled, by its name, with something ClusterEnv
-    offers or with a per-call value.
+class Signature:
+    """The keyword arguments that a user's function takes: one that ClusterEnv offers, and per-call values.
 
     Args:
-        function: The user's.
-        leading: How many parameters are given in order.
-        offered: The names of what ClusterEnv offers.
+        function: The user's function.
+        num_positional: How many leading parameters are passed by position.
+        offered: The name of the parameter that ClusterEnv fills if the function has it.
     """
 
-    def __init__(self, function: Callable[..., object], leading: int, offered: tuple[str, ...]) -> None:
+    def __init__(self, function: Callable[..., object], num_positional: int, offered: str) -> None:
         self._name = getattr(function, "__name__", type(function).__name__)
         try:
             parameters = list(inspect.signature(function).parameters.values())
-        except ValueError:  # A builtin without a signature takes what it is given.
+        except ValueError:  # A builtin without a signature: it decides itself what it accepts.
             parameters = []
-        named = [p for p in parameters[leading:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        self._any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._offered = frozenset(offered) & {p.name for p in named}
-        self._values = frozenset(p.name for p in named) - self._offered
-        self._required = frozenset(p.name for p in named if p.default is p.empty) - self._offered
+        named = {p.name: p for p in parameters[num_positional:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        self._offered = offered if named.pop(offered, None) else None
+        self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._values = frozenset(named)
+        self._required = {name for name, p in named.items() if p.default is p.empty}
 
-    def __contains__(self, name: str) -> bool:
-        """Say whether the function has a parameter of this name."""
-        return name in self._offered or name in self._values
-
-    def pick(self, offered: Mapping[str, object], call: Call) -> dict[str, object]:
-        """Choose the keyword arguments of one call.
+    def bind(self, offer: object, call: Call) -> dict[str, object]:
+        """Return the keyword arguments for one call.
 
         Raises:
             PolicyError: A per-call value is missing, or one is given that the function does not take.
@@ -190,14 +182,14 @@ class Wants:
         if missing := self._required - call.keys():
             raise PolicyError(
                 f"The policy function {self._name}() needs {', '.join(sorted(missing))}: give it with the call, "
-                f"as in envs.rollout(agent, num_steps, {min(missing)}=...)."
+                f'as in envs.rollout(agent, num_steps, values={{"{min(missing)}": ...}}).'
             )
-        if not self._any and (unknown := call.keys() - self._values):
+        if not self._takes_any and (unknown := call.keys() - self._values):
             raise PolicyError(
                 f"The policy function {self._name}() takes no {', '.join(sorted(unknown))}. "
                 f"Per-call values it takes: {', '.join(sorted(self._values)) or 'none'}."
             )
-        return {name: offered[name] for name in self._offered} | dict(call)
+        return dict(call) if self._offered is None else {self._offered: offer, **call}
 
 
 def draw(
@@ -206,7 +198,7 @@ def draw(
     call: Call = NO_VALUES,
     extras: Mapping[str, Array] | None = None,
 ) -> Decision:
-    """Sample a decision, with its log-probability where there is one.
+    """Sample a decision, with its log-probability if the family has one.
 
     Raises:
         PolicyError: `call` holds a value that this family of distributions does not read.
@@ -222,12 +214,9 @@ def draw(
 
 
 def start_episodes(state: State, initial: State, starts: NDArray[np.bool_]) -> State:
-    """Put the rows where an episode starts back to their initial state; the others are kept.
+    """Return the state with the rows where an episode starts (`starts`, shape `[n]`) reset to their initial values.
 
-    Args:
-        state: What the last decision returned; not written to.
-        initial: `initial_state` of the policy, for as many environments.
-        starts: Shape `[n]`.
+    `state` itself is not written to.
     """
     if not starts.any():
         return state
@@ -235,3 +224,12 @@ def start_episodes(state: State, initial: State, starts: NDArray[np.bool_]) -> S
     for name, array in fresh.items():
         array[starts] = initial[name][starts]
     return fresh
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to every leaf of nested dicts and tuples."""
+    if isinstance(tree, dict):
+        return {name: map_tree(function, part) for name, part in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(map_tree(function, part) for part in tree)
+    return function(tree)

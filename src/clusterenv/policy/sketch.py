@@ -1,7 +1,7 @@
 """Sketches: a policy's action distributions on a few probe observations.
 
 The probes are a sample of a worker's own last rollout. Head and worker both have that rollout and draw the same
-sample, so only the distributions travel.
+sample, so only the distributions are sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
 from clusterenv.policy.distribution import Array
-from clusterenv.policy.policy import Policy, State, Tree
+from clusterenv.policy.policy import Policy, State, Tree, map_tree
 
 DEFAULT_PROBES = 64
 
@@ -28,7 +28,7 @@ class ProbeIndices(NamedTuple):
 
 
 class Probes(NamedTuple):
-    """Observations, and recurrent states if there are any, on which policies are compared; each `[K, ...]`."""
+    """Observations (and recurrent states, if any) on which policies are compared; each `[K, ...]`."""
 
     obs: Tree
     state: State | None = None
@@ -36,7 +36,7 @@ class Probes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """A version's action distributions on probes, as arrays that travel."""
+    """A version's action distributions on probes, as arrays that can be sent."""
 
     version: int
     family: str
@@ -44,7 +44,7 @@ class Sketch:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of the arrays."""
+        """The size of the arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
@@ -64,26 +64,26 @@ def choose_probes(
     number: int,
     valid: NDArray[np.bool_] | None = None,
 ) -> ProbeIndices:
-    """Choose `count` rows of a rollout, spread evenly over its time and its environments.
+    """Choose `count` rows of a rollout, or all if it has fewer, spread evenly over its time and its environments.
 
-    Each probe has a stretch of time of its own, and environments take turns in a random order: neighbouring states of
-    one episode are so alike that drawing them twice would waste a probe. Equal arguments give equal rows on every
+    Each probe comes from its own stretch of time, and environments take turns in a random order: neighbouring states
+    of one episode are so alike that choosing both would waste a probe. Equal arguments give equal rows on every
     machine and numpy version.
 
     Args:
         num_steps: T of the rollout.
         num_envs: Environments of this worker.
-        count: How many; fewer if the rollout has fewer rows.
-        seed: Agreed on once.
+        count: How many probes.
+        seed: Agreed on once by head and worker.
         number: The rollout's number, so that each rollout has its own probes.
-        valid: Shape `[T, n]`, False where no action was taken (a reset row); such a row gives way to its
-            environment's next valid one.
+        valid: Shape `[T, n]`, False where no action was taken (a reset row); such a row is replaced by the next valid
+            one of its environment.
     """
     count = min(count, num_steps * num_envs)
     rounds = -(-count // num_envs)
-    # SeedSequence promises the same numbers for ever; np.random.Generator does not.
-    lots = np.random.SeedSequence((seed, number)).generate_state(count + rounds * num_envs, np.uint32).astype(np.int64)
-    jitter, turns = lots[:count], lots[count:].reshape(rounds, num_envs)
+    # SeedSequence guarantees the same numbers in every version; np.random.Generator does not.
+    bits = np.random.SeedSequence((seed, number)).generate_state(count + rounds * num_envs, np.uint32).astype(np.int64)
+    jitter, turns = bits[:count], bits[count:].reshape(rounds, num_envs)
     steps = (np.arange(count) * 2**32 + jitter) * num_steps // (count * 2**32)
     envs = turns.argsort(axis=1, kind="stable").reshape(-1)[:count]
     if valid is not None:
@@ -93,14 +93,15 @@ def choose_probes(
 
 def take_probes(indices: ProbeIndices, obs: Tree, states: State | None = None) -> Probes:
     """Copy the probes out of a rollout's observations (and recurrent states, if any), each `[T, n, ...]`."""
-    return Probes(_take(indices, obs), None if states is None else {k: v[indices] for k, v in states.items()})
+    obs = map_tree(lambda array: array[indices], obs)
+    return Probes(obs, None if states is None else {name: array[indices] for name, array in states.items()})
 
 
 def make_sketch(policy: Policy, probes: Probes, version: int) -> Sketch | None:
     """Sketch a policy on probes; None if the policy cannot say how its actions are distributed.
 
     Raises:
-        PolicyError: The distribution makes no sense, most likely because training has diverged to NaN.
+        PolicyError: The distribution is invalid, most likely because training has diverged to NaN.
     """
     distribution = policy.distribution(probes.obs, probes.state)
     if distribution is None:
@@ -125,14 +126,6 @@ def measure(policy: Policy, probes: Probes, sketch: Sketch) -> Measurement:
         return Measurement(math.inf, math.inf)
     spread = float(gap.std(ddof=1)) if len(gap) > 1 else math.inf
     return Measurement(float(gap.mean()), spread / math.sqrt(len(gap)))
-
-
-def _take(indices: ProbeIndices, tree: Tree) -> Tree:
-    if isinstance(tree, dict):
-        return {name: _take(indices, part) for name, part in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(_take(indices, part) for part in tree)
-    return tree[indices]
 
 
 def _next_valid(steps: NDArray[np.int64], envs: NDArray[np.int64], valid: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -1,8 +1,7 @@
 """When a worker pulls the learner's newest weights.
 
-A rule is a frozen setting; `start` gives the small state that one worker keeps. A tracker is told what is known and
-returns a verdict; it does no I/O and reads no clock. Versions are numbered from 1; a worker that holds no weights yet
-has version 0.
+A rule is a frozen config; `start` makes the tracker that holds one worker's state. A tracker is given what is known and
+returns a verdict, without I/O or a clock. Versions are numbered from 1; a worker without weights has version 0.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from clusterenv.errors import ConfigError
 
-# Of the threshold. Below this a worker's policy is as good as the newest, and its ups and downs are noise.
+# As a fraction of the threshold. A divergence below this is negligible, and how it changes is noise.
 _NEGLIGIBLE = 0.05
 
 
 class Reason(Enum):
-    """Why a worker pulls, or why not. The value is the name used in statistics."""
+    """Why a worker pulls, or does not. The values are the names used in statistics."""
 
     CURRENT = "current"
     BELOW = "below_threshold"
@@ -41,20 +40,20 @@ class Verdict(NamedTuple):
 
     @property
     def advice(self) -> str | None:
-        """What a user should be told, once, when a worker pulls for this reason; None if nothing is amiss."""
+        """What to tell the user, once, when a worker pulls for this reason; None if nothing is amiss."""
         return _ADVICE.get(self.reason)
 
 
 class Tracker(Protocol):
-    """One worker's side of a rule."""
+    """A rule applied to one worker."""
 
     def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
         """Decide whether to pull `newest`.
 
         Args:
             own: The version the worker holds; 0 if none.
-            newest: The newest version it has heard of.
-            divergence: Mean KL(own || newest) over the probes, if it was measured at exactly these two versions.
+            newest: The newest version.
+            divergence: Mean KL(own || newest) over the probes, if it was measured between exactly these two versions.
         """
 
 
@@ -67,7 +66,7 @@ class SyncRule(Protocol):
 
     @property
     def max_lag(self) -> float:
-        """How many versions behind a worker pulls at the latest; infinite if it need not."""
+        """How many versions behind a worker may fall before it must pull; infinite if it need not."""
 
     def start(self) -> Tracker:
         """Return the tracker for one worker."""
@@ -77,19 +76,19 @@ class SyncRule(Protocol):
 class AdaptiveSync:
     """Pull when the worker's policy has diverged from the newest one.
 
-    Two protections pull although the divergence is below the threshold. A learner that clips its updates against the
-    policy that made the data (plain PPO) is held near that policy: with stale workers the divergence rises, then
-    stays where the clipping holds it, below the threshold, and learning stops. `plateau` sees the rise end, `max_lag`
-    bounds what it does not see. A worker that has pulled over the threshold several times in a row has a learner that
-    is not held; there a pause in the rise is no trap, and the plateau must last that many versions.
+    Two protections pull even below the threshold. A learner that clips its updates against the policy that made the
+    data (plain PPO) is held near that policy: with stale workers the divergence rises, then stays where the clipping
+    holds it, below the threshold, and learning stops. `plateau` detects the end of the rise; `max_lag` bounds what it
+    misses. If a worker has pulled above the threshold several times in a row, its learner is clearly not held back, so
+    a pause is not the trap, and the plateau must last that many versions.
 
     Attributes:
         threshold: Pull above this mean KL per state, in nats.
         max_lag: Pull when this many versions behind, whatever the divergence.
-        plateau: The divergence has stopped growing when, from the version measured last to the newest, it grew by
-            less than `plateau` times what it had grown per version since the last pull. Pull when it has; after n
-            pulls over the threshold in a row, when it has at n versions in a row. 0 means that it shrank; None
-            switches this off.
+        plateau: The divergence counts as no longer growing if, from the version measured last to the newest, it grew
+            by less than `plateau` times its average growth per version since the last pull. Pull when that happens;
+            after n pulls above the threshold in a row, when it happens at n versions in a row. With 0 it must shrink;
+            None switches this off.
     """
 
     threshold: float = 0.05
@@ -105,31 +104,28 @@ class AdaptiveSync:
             raise ConfigError(f"AdaptiveSync.max_lag must be at least 1 version, got {self.max_lag}.")
         if self.plateau is not None and not 0 <= self.plateau < 1:
             raise ConfigError(
-                f"AdaptiveSync.plateau must be at least 0 and below 1, got {self.plateau}: steady growth is 1 times "
-                "its own average. None switches it off."
+                f"AdaptiveSync.plateau must be at least 0 and less than 1, got {self.plateau}: steady growth is "
+                "1 times its own average. None switches it off."
             )
 
     def start(self) -> Tracker:
-        """Return the tracker for one worker."""
         return _AdaptiveTracker(self)
 
 
 class _AdaptiveTracker:
-    """Remembers the divergence measured at the last version since the last pull, and how free the learner has been."""
-
     def __init__(self, rule: AdaptiveSync) -> None:
         self._rule = rule
         self._own = 0
-        self._version = 0
+        self._version = 0  # The version measured last, and the divergence then.
         self._divergence = 0.0
-        self._stalls = 0  # Versions in a row, up to the last, at which the divergence had stopped growing.
-        self._crossings = 0  # Pulls over the threshold since the last one below it.
-        self._has_crossed = False  # Whether the weights of such a pull are still to arrive.
+        self._stalls = 0  # Consecutive versions, up to the last, at which the divergence had stopped growing.
+        self._crossings = 0  # Pulls above the threshold since the last one below it.
+        self._has_crossed = False  # Whether the weights of such a pull have yet to arrive.
 
     def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
         if basic := _judge_versions(own, newest):
             return basic
-        if own != self._own:  # A pull has arrived: at its own version the divergence is 0.
+        if own != self._own:  # A pull has arrived; a version does not diverge from itself.
             self._crossings += self._has_crossed
             self._own, self._version, self._divergence, self._stalls, self._has_crossed = own, own, 0.0, 0, False
         if divergence is None:
@@ -137,7 +133,7 @@ class _AdaptiveTracker:
         if not divergence <= self._rule.threshold:  # NaN pulls too.
             self._has_crossed = True
             return Verdict(True, Reason.DIVERGED)
-        if newest > self._version:  # Measuring one version twice, on other probes, says nothing about growth.
+        if newest > self._version:  # Measuring the same version again, on other probes, says nothing about growth.
             self._stalls = self._stalls + 1 if self._has_stopped_growing(newest, divergence) else 0
             self._version, self._divergence = newest, divergence
         if self._stalls >= max(1, self._crossings):
@@ -154,7 +150,7 @@ class _AdaptiveTracker:
         if self._rule.plateau is None or divergence < _NEGLIGIBLE * self._rule.threshold:
             return False
         if self._version <= self._own:
-            return False  # The first version after a pull has nothing to be compared with.
+            return False  # The first version after a pull has nothing to compare with.
         growth = (divergence - self._divergence) / (newest - self._version)
         average = self._divergence / (self._version - self._own)
         return growth < self._rule.plateau * average
@@ -168,7 +164,6 @@ class EveryUpdate:
     max_lag: ClassVar[float] = 1
 
     def start(self) -> Tracker:
-        """Return the tracker for one worker."""
         return _LagTracker(self.max_lag, Reason.UPDATE)
 
 
@@ -190,11 +185,9 @@ class PeriodicSync:
 
     @property
     def max_lag(self) -> float:
-        """The same as k."""
         return self.k
 
     def start(self) -> Tracker:
-        """Return the tracker for one worker."""
         return _LagTracker(self.max_lag, Reason.PERIOD)
 
 
@@ -206,13 +199,10 @@ class NeverSync:
     max_lag: ClassVar[float] = math.inf
 
     def start(self) -> Tracker:
-        """Return the tracker for one worker."""
         return _LagTracker(self.max_lag, Reason.PERIOD)
 
 
 class _LagTracker:
-    """Pulls at a fixed number of versions behind."""
-
     def __init__(self, lag: float, reason: Reason) -> None:
         self._lag = lag
         self._reason = reason
@@ -237,10 +227,10 @@ def _judge_versions(own: int, newest: int) -> Verdict | None:
 _REMEDY = (
     "The usual cause is a learner that clips its updates against the policy that made the data, as plain PPO does: "
     "stale workers then hold it back, and it never moves far enough for them to pull. The remedy is the decoupled "
-    "objective: clip against the learner's own recent policy and weight by recent/behaviour probability (rollout "
-    "extras hold the behaviour log-probabilities); see docs/sync.md. A lower AdaptiveSync(threshold=...), or "
-    "EveryUpdate(), also works. Harmless if training has converged, or if the objective is decoupled already: then "
-    "AdaptiveSync(plateau=None) saves such pulls."
+    "objective: clip against the learner's own recent policy and weight by recent/behaviour probability (the rollout's "
+    "extras hold the behaviour log-probabilities); see docs/sync.md. A lower AdaptiveSync(threshold=...) or "
+    "EveryUpdate() also works. This is harmless if training has converged or the objective is already decoupled: "
+    "AdaptiveSync(plateau=None) then saves such pulls."
 )
 _ADVICE = {
     Reason.PLATEAU: (
@@ -253,7 +243,7 @@ _ADVICE = {
     ),
     Reason.UNMEASURED: (
         "This policy has no readable action distribution, so its divergence cannot be measured and workers pull every "
-        "version they hear of. Give it a distribution() (a TorchPolicy takes distribution=...), or choose "
-        "EveryUpdate() or PeriodicSync(k) to say that this is intended."
+        "version. Give it a distribution() (TorchPolicy takes distribution=...), or choose EveryUpdate() or "
+        "PeriodicSync(k) to say that this is intended."
     ),
 }

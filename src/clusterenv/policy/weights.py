@@ -1,7 +1,7 @@
-"""A policy's weights: named arrays that travel as one raw block of memory.
+"""A policy's weights: named arrays, sent as one raw block of memory.
 
-The names, dtypes and shapes are agreed on once, with the agent's structure; after that a version is nothing but
-bytes. It is encoded once, however many workers pull it, and read without a copy.
+Names, dtypes and shapes are agreed on once, with the agent's structure; after that a version is just bytes, encoded
+once however many workers pull it, and read without a copy.
 """
 
 from __future__ import annotations
@@ -27,49 +27,39 @@ _KINDS = "fiubc"  # Numbers only: an object array would be a pickle in disguise.
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One array of a policy's weights.
-
-    Attributes:
-        name: As the policy calls it.
-        dtype: In numpy's short form, byte order included: "<f4".
-        shape: Of the array.
-    """
+    """One array of a policy's weights."""
 
     name: str
-    dtype: str
+    dtype: str  # In numpy's short form, including the byte order: "<f4".
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
         try:
             dtype = np.dtype(self.dtype)
         except TypeError as error:
-            raise PolicyError(f"Weights {self.name!r} have the unknown dtype {self.dtype!r}.") from error
+            raise PolicyError(f"Weights {self.name!r} have an unknown dtype: {self.dtype!r}.") from error
         if dtype.kind not in _KINDS or any(size < 0 for size in self.shape):
             raise PolicyError(f"Weights {self.name!r} must be an array of numbers, got {self}.")
 
     @property
     def size_bytes(self) -> int:
-        """The array's bytes."""
+        """The size of the array, without padding."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
     def __str__(self) -> str:
-        """Name the array's type as numpy users write it."""
         return f"{np.dtype(self.dtype)}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
 class WeightsSpec:
-    """The names, dtypes and shapes of a policy's weights, in the order in which they travel.
-
-    Two specs are equal if weights of one fit the other.
-    """
+    """The names, dtypes and shapes of a policy's weights, in the order in which they are sent."""
 
     arrays: tuple[WeightSpec, ...]
 
     def __post_init__(self) -> None:
         names = [spec.name for spec in self.arrays]
         if len(set(names)) != len(names):
-            raise PolicyError(f"Weights have names that occur twice: {sorted(names)}.")
+            raise PolicyError(f"Some names of weights occur twice: {sorted(names)}.")
 
     @staticmethod
     def of(weights: Weights) -> WeightsSpec:
@@ -82,11 +72,11 @@ class WeightsSpec:
 
     @cached_property
     def size_bytes(self) -> int:
-        """The bytes of one encoded version."""
+        """The size of one encoded version."""
         return self._offsets[-1]
 
     def check(self, weights: Weights) -> None:
-        """Raise PolicyError, naming every difference, unless `weights` are of exactly this spec (in any order)."""
+        """Raise PolicyError, naming every difference, unless `weights` match this spec exactly (in any order)."""
         got = {spec.name: spec for spec in WeightsSpec.of(weights).arrays}
         expected = {spec.name: spec for spec in self.arrays}
         problems = [f"{name}: missing" for name in expected.keys() - got.keys()]
@@ -98,21 +88,15 @@ class WeightsSpec:
         ]
         if problems:
             raise PolicyError(
-                "These weights do not fit the policy. "
-                + "; ".join(sorted(problems))
-                + ". If the agent's architecture has "
-                "changed, give the ClusterEnv the new agent: its structure is sent only once."
+                f"These weights do not fit the policy. {'; '.join(sorted(problems))}. If the agent's architecture has "
+                "changed, give ClusterEnv the new agent: its structure is sent only once."
             )
 
     def encode(self, weights: Weights, out: Block | None = None) -> Block:
-        """Copy weights into one block of memory; the learner may change its own right afterwards.
-
-        Args:
-            weights: Of this spec.
-            out: Where to write, `size_bytes` long; None makes a new block.
+        """Copy weights into `out`, or a new block of memory; the learner may change its own right afterwards.
 
         Raises:
-            PolicyError: The weights are not of this spec, or `out` has another size.
+            PolicyError: The weights do not match this spec, or `out` is not `size_bytes` long.
         """
         self.check(weights)
         block = np.zeros(self.size_bytes, np.uint8) if out is None else out
@@ -121,10 +105,10 @@ class WeightsSpec:
         return block
 
     def decode(self, block: bytes | bytearray | memoryview | Block) -> dict[str, Array]:
-        """Read weights out of a block, as read-only views into it.
+        """Return the weights in a block, as read-only views into it.
 
         Raises:
-            PolicyError: The block has another size than `size_bytes`.
+            PolicyError: The block is not `size_bytes` long.
         """
         views = self._views(np.frombuffer(block, np.uint8))
         for view in views.values():
@@ -134,7 +118,7 @@ class WeightsSpec:
     def _views(self, block: Block) -> dict[str, Array]:
         if block.dtype != np.uint8 or block.shape != (self.size_bytes,):
             raise PolicyError(
-                f"These weights take {self.size_bytes} bytes, got {block.nbytes}: head and worker have other agents."
+                f"The weights take {self.size_bytes} bytes, got {block.nbytes}: head and worker run different agents."
             )
         return {
             spec.name: block[offset : offset + spec.size_bytes].view(spec.dtype).reshape(spec.shape)
@@ -143,7 +127,7 @@ class WeightsSpec:
 
     @cached_property
     def _offsets(self) -> list[int]:
-        """Where each array starts, and at last where the block ends."""
+        """Where each array starts, and finally where the block ends."""
         offsets = [0]
         for spec in self.arrays:
             offsets.append(offsets[-1] + -(-spec.size_bytes // _ALIGNMENT) * _ALIGNMENT)

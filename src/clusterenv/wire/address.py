@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
 
 from clusterenv.errors import ConfigError
+from clusterenv.wire.endpoint import DIRECTORY_PREFIX, IPC, SOCKET_NAME, remove_endpoint
 
 LOOPBACK = "127.0.0.1"
 _EVERYWHERE = "0.0.0.0"
@@ -24,7 +30,7 @@ class Address:
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
-def choose_addresses(listen: str | None, advertise: str | None, route_to: str | None) -> tuple[Address, Address]:
+def choose_addresses(listen: str | None, advertise: str | None, route_to: str | None) -> tuple[Address, Address] | None:
     """Decide where to listen, and which address to tell the workers.
 
     Args:
@@ -33,7 +39,7 @@ def choose_addresses(listen: str | None, advertise: str | None, route_to: str | 
         route_to: A host the workers run on; None if they run on this machine.
 
     Returns:
-        Both; a port of 0 in the second stands for the port that is bound.
+        Both; a port of 0 in the second stands for the port that is bound. None if no network is needed.
 
     Raises:
         ConfigError: An address cannot be read, or no address of this machine leads to the workers.
@@ -41,19 +47,31 @@ def choose_addresses(listen: str | None, advertise: str | None, route_to: str | 
     told = None if advertise is None else _parse(advertise, "advertise")
     if listen is not None:
         bound = _parse(listen, "listen")
-    elif route_to is None and told is None:
-        bound = Address(LOOPBACK)
     elif told is not None:
-        # Behind a NAT or a forwarded port the address workers use is none of ours.
-        everywhere = _EVERYWHERE_6 if ":" in told.host else _EVERYWHERE
-        bound = Address(told.host if _is_ours(told.host) else everywhere)
-    else:
-        assert route_to is not None
+        bound = Address(told.host if _is_ours(told.host) else _inner_address(told, route_to), told.port)
+    elif route_to is not None:
         bound = Address(_source_address(route_to))
+    else:
+        return None
     if told is None:
         is_wildcard = bound.host in (_EVERYWHERE, _EVERYWHERE_6)
         told = Address(_source_address(route_to or LOOPBACK) if is_wildcard else bound.host)
     return bound, told
+
+
+def make_local_endpoint() -> str | None:
+    """Make a directory that only this user can enter, for the head's socket file; None where that cannot be."""
+    if not zmq.has("ipc"):
+        return None
+    try:
+        path = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX)) / SOCKET_NAME
+    except OSError:
+        return None
+    endpoint = f"{IPC}{path}"
+    if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
+        remove_endpoint(endpoint)
+        return None
+    return endpoint
 
 
 def _parse(text: str, name: str) -> Address:
@@ -83,9 +101,20 @@ def _source_address(target: str) -> str:
         if found is None:
             raise ConfigError(
                 f"Cannot tell which address of this machine leads to {target} ({error}). "
-                "Pass ClusterEnv(listen=...): an address of this machine that the workers can reach."
+                "Pass ClusterEnv(network=Network(listen=...)): an address of this machine that the workers can reach."
             ) from error
         return found
+
+
+def _inner_address(told: Address, route_to: str | None) -> str:
+    """Return the address to listen on where workers are told another machine's: one that forwards to this one."""
+    if route_to is not None:
+        return _source_address(route_to)
+    raise ConfigError(
+        f"advertise={told.host!r} is not an address of this machine, so it does not say where to listen. "
+        "Pass ClusterEnv(network=Network(listen=..., advertise=...)): listen is the address of this machine that the "
+        "other one forwards to, or 0.0.0.0 for all of them."
+    )
 
 
 def _own_address() -> str | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +15,7 @@ from clusterenv.wire.layout import Leaf
 
 ArrayMaker: TypeAlias = Callable[[tuple[int, ...], Leaf], NDArray[Any]]
 
+CHUNK_BYTES = 1 << 18  # No frame is larger: what head and worker take from a connection at once is bounded by it.
 _ALIGNMENT = 64  # A cache line: arrays that start on one load fastest.
 
 
@@ -51,20 +53,55 @@ def size_of(make_all: Callable[[ArrayMaker], object]) -> int:
 def fill(arrays: Sequence[NDArray[Any]], frames: Sequence[memoryview]) -> None:
     """Copy raw frames into arrays after checking all of them, so that bad frames change nothing.
 
+    Args:
+        arrays: Contiguous, but for their first axis: rows of a batch, or some environments' columns of a rollout.
+        frames: Each array's bytes, cut at every `CHUNK_BYTES`; at least one frame per array.
+
     Raises:
         WireError: The number of frames, or the size of one, is wrong.
     """
-    if len(frames) != len(arrays):
-        raise WireError(f"Expected {len(arrays)} arrays, got {len(frames)}.")
-    for array, frame in zip(arrays, frames, strict=True):
-        if frame.nbytes != array.nbytes:
-            raise WireError(f"Expected {array.nbytes} bytes for {array.dtype}{array.shape}, got {frame.nbytes}.")
-    for array, frame in zip(arrays, frames, strict=True):
+    sizes = [(array, left) for array in arrays for left in range(array.nbytes, 0, -CHUNK_BYTES) or (0,)]
+    if len(frames) != len(sizes):
+        raise WireError(f"Expected {len(sizes)} frames for {len(arrays)} arrays, got {len(frames)}.")
+    for frame, (array, left) in zip(frames, sizes, strict=True):
+        if frame.nbytes != left and not frame.nbytes == CHUNK_BYTES < left:
+            wanted = min(left, CHUNK_BYTES)
+            raise WireError(f"Expected {wanted} bytes for {array.dtype}{array.shape}, got {frame.nbytes}.")
+    rest = iter(frames)
+    for array in arrays:
+        size = array.nbytes
+        if size > CHUNK_BYTES:
+            _fill_large(array, itertools.islice(rest, -(-size // CHUNK_BYTES)))
+        elif array.dtype == np.bool_:
+            # A byte other than 0 or 1 is not a bool; numpy's behaviour with one is undefined.
+            np.not_equal(np.frombuffer(next(rest), np.uint8).reshape(array.shape), 0, out=array)
+        else:
+            frame = next(rest)
+            if size:
+                array[...] = np.frombuffer(frame, array.dtype).reshape(array.shape)
+
+
+def _fill_large(array: NDArray[Any], frames: Iterable[memoryview]) -> None:
+    """Copy frames one after another: put together first, they would pass through memory once more."""
+    lines = 1 if array.flags.c_contiguous else len(array)
+    rows = array.reshape(lines, -1).view(np.uint8)
+    assert np.may_share_memory(rows, array), "only its first axis has gaps"
+    width = rows.shape[1]
+    offset = 0
+    for frame in frames:
+        data = np.frombuffer(frame, np.uint8)
         if array.dtype == np.bool_:
-            # A byte other than 0 or 1 is no bool; numpy's behaviour with one is undefined.
-            np.not_equal(np.frombuffer(frame, np.uint8).reshape(array.shape), 0, out=array)
-        elif frame.nbytes:
-            array[...] = np.frombuffer(frame, array.dtype).reshape(array.shape)
+            data = (data != 0).view(np.uint8)
+        row, column = divmod(offset, width)
+        offset += len(data)
+        if column:  # The rest of a row that the last frame has begun.
+            begun, data = data[: width - column], data[width - column :]
+            rows[row, column : column + len(begun)] = begun
+            row += 1
+        whole = len(data) // width
+        rows[row : row + whole] = data[: whole * width].reshape(whole, width)
+        if rest := len(data) - whole * width:
+            rows[row + whole, :rest] = data[whole * width :]
 
 
 def _aligned(size: int) -> int:

@@ -1,6 +1,6 @@
-"""Layout: how the values of one space lie in arrays.
+"""Layout: how the values of a space are stored in arrays.
 
-A space is a tree; its leaves are stored apart, one column each. A leaf of fixed size (Box, Discrete, MultiDiscrete,
+A space is a tree; each leaf is stored in a column of its own. A leaf of fixed size (Box, Discrete, MultiDiscrete,
 MultiBinary) becomes an array `[num_envs, *shape]`. A leaf of varying size (Text, Graph, Sequence, OneOf, a user's own)
 becomes a list of objects. This is exactly how Gymnasium batches them, so columns need only be nested again.
 """
@@ -26,7 +26,7 @@ class Leaf:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one row; 0 for objects."""
+        """The size of one row; 0 for objects."""
         return 0 if self.dtype is None else self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Layout:
     """The columns of a space, and the way between a nested value and its columns.
 
     Attributes:
-        leaves: One a column.
+        leaves: One per column.
         is_single: Whether the space is one array of fixed size, the common case.
         is_fixed: Whether every leaf has a fixed size.
     """

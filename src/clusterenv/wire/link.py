@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import socket as sockets
 import time
 from typing import Any
-from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from clusterenv.wire.endpoint import Knocker
 from clusterenv.wire.ticket import Ticket
 
-log = logging.getLogger(__name__)
-
-_REFUSED_S = 3.0  # A door that nobody opens: the head's process has ended.
-_PATIENCE = 6  # No door at all for so many times `silence_s`: the head's machine is off, or the network cut.
-_KNOCK_S = 2.0
+_BETWEEN_KNOCKS_S = 0.5
 
 
 class Link:
@@ -26,54 +20,40 @@ class Link:
     Attributes:
         was_lost: Whether the connection was made, and has ended since.
         verdict: Why there is no hope of a connection any more; empty while there is.
+        endpoint: Where the head is.
     """
 
     def __init__(self, events: zmq.Socket[Any], ticket: Ticket) -> None:
         self.was_lost = False
         self.verdict = ""
         self._events = events
-        self._endpoint = ticket.endpoint
-        self._silent_s = _PATIENCE * ticket.silence_s
+        self.endpoint = ticket.endpoint
+        self._knocker = Knocker(ticket.endpoint, ticket.silence_s)
         self._is_up = False
-        self._refused_since: float | None = None
-        self._silent_since: float | None = None
+        self._was_up = False
+        self._knocked_at = time.monotonic()
 
     def watch(self, timeout_s: float) -> None:
-        """Listen to events for this long; while there is no connection, knock."""
-        if not self._events.poll(int(timeout_s * 1000)):
-            if not self._is_up and not self.verdict:
-                self._knock(time.monotonic())
-            return
-        event = recv_monitor_message(self._events)["event"]
+        """Listen to events for this long; while there is no connection, knock now and then."""
+        if self._events.poll(int(timeout_s * 1000)):
+            self._note(recv_monitor_message(self._events)["event"])
+        now = time.monotonic()
+        if not self._is_up and not self.verdict and now - self._knocked_at >= _BETWEEN_KNOCKS_S:
+            self._knocked_at = now
+            self.verdict = self._knocker.knock(now)
+
+    def _note(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._is_up = True
-            self._refused_since = self._silent_since = None
+            self._is_up = self._was_up = True
+            self._knocker.forget()
         elif event == zmq.EVENT_DISCONNECTED:
             self.was_lost = self.was_lost or self._is_up
             self._is_up = False
+        elif event in (zmq.EVENT_CONNECTED, zmq.EVENT_CONNECT_RETRIED):
+            # It connects once more, with a key of its own; ZeroMQ does not tell that the first connection has ended.
+            self._is_up = False
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self.verdict = f"the head at {self._endpoint} does not know this ticket: it is another run's"
-
-    def _knock(self, now: float) -> None:
-        """See whether anybody listens at the head's address, without saying a word."""
-        address = urlsplit(self._endpoint)
-        try:
-            sockets.create_connection((address.hostname or "", address.port or 0), _KNOCK_S).close()
-        except ConnectionRefusedError:
-            self._silent_since = None
-            self._refused_since = self._refused_since or now
-            if now - self._refused_since >= _REFUSED_S:
-                self.verdict = f"nobody listens at {self._endpoint}: the head has ended"
-        except OSError as error:
-            self._refused_since = None
-            problem = f"{self._endpoint} cannot be reached from {sockets.gethostname()} ({error})"
-            if self._silent_since is None:
-                self._silent_since = now
-                log.warning("%s; trying for another %g s", problem, self._silent_s)
-            elif now - self._silent_since >= self._silent_s:
-                self.verdict = (
-                    f"{problem}. If the head has another address for this network, pass it on the head: "
-                    "ClusterEnv(listen=..., advertise=...)"
-                )
-        else:
-            self._refused_since = self._silent_since = None
+            if self._was_up:  # By then this worker was given up, and its key is not valid any more.
+                self.was_lost = True
+            else:
+                self.verdict = f"the head at {self.endpoint} does not know this ticket: it is another run's"

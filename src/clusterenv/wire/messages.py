@@ -8,7 +8,7 @@ cloudpickle, from the head to the workers only.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -16,10 +16,15 @@ from msgspec import Meta
 from clusterenv.errors import WireError
 from clusterenv.wire.info_planes import MAX_GENERATION
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 # Shown to people, in errors and logs: of one line, and a short one.
 Name = Annotated[str, Meta(max_length=255, pattern=r"\A[ -~]*\Z")]
+Key = Annotated[str, Meta(pattern=r"\A[!-~]{40}\Z")]  # a public CURVE key in Z85
+
+
+# Whose code has raised. "function" is one that was given to `ClusterEnv.apply`.
+Where: TypeAlias = Literal["environment", "policy", "factory", "function"]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -42,20 +47,28 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Assign(_Message, tag=1, frozen=True):
-    """Head to worker: host this shard."""
+    """Head to worker: make the environments of this shard. Answered by Made."""
 
     call: int
     start: int
     stop: int
     code: bytes  # cloudpickle of a `wire.assignment.Assignment`
-    memory: Offer | None  # desks and planes; None: send arrays over the socket
-    streams: bool = False  # whether requests come over the socket from the start, as after Stream
+
+
+class Serve(_Message, tag=14, frozen=True):
+    """Head to worker: the spaces of the run, and where its step buffers are. Answered by Ready."""
+
+    call: int
+    spaces: bytes  # cloudpickle of a `wire.assignment.RunSpaces`
+    memory: Offer | None  # the bell and the step buffers; None: send arrays over the socket
+    mailbox: Offer | None  # of this worker alone
 
 
 class Reset(_Message, tag=2, frozen=True):
     """Head to worker: reset the shard, or the environments the mask names."""
 
     call: int
+    buffer: int  # which of the two step buffers to fill
     seeds: list[int | None]
     mask: list[bool] | None
     options: bytes | None  # cloudpickle
@@ -65,6 +78,7 @@ class Step(_Message, tag=3, frozen=True):
     """Head to worker: step every environment once."""
 
     call: int
+    buffer: int  # which of the two step buffers to fill
     actions: bytes | None  # pickle; None: they are in the action arrays
 
 
@@ -81,7 +95,7 @@ class SetAttribute(_Message, tag=5, frozen=True):
 
     call: int
     name: str
-    values: bytes  # cloudpickle of a list, one value an environment
+    values: bytes  # cloudpickle of a list, one value per environment
 
 
 class Stop(_Message, tag=6, frozen=True):
@@ -131,6 +145,7 @@ class Decide(_Message, tag=11, frozen=True):
     """Head to worker: choose actions and step once; new weights as with Collect."""
 
     call: int
+    buffer: int  # which of the two step buffers to fill
     version: int | None
     arguments: bytes | None  # cloudpickle: per-call values
 
@@ -139,21 +154,22 @@ class Ping(_Message, tag=12, frozen=True):
     """Head to worker: nothing. It is sent to find out whether there is still somebody to send to."""
 
 
-class Truncate(_Message, tag=13, frozen=True):
-    """Head to worker: take all episodes for truncated. They were a lost worker's, in whose place this one is."""
+class Resume(_Message, tag=13, frozen=True):
+    """Head to worker: you have taken over for a worker that was lost; this is what the learner saw last.
+
+    The next step is answered by the autoreset mode, as if it had truncated these episodes. A rollout begins with
+    the new episodes instead.
+    """
 
     call: int
-    seen: bytes  # values: their last observations as the learner saw them, a list; None for leaves of objects
+    buffer: int  # which of the two step buffers the learner saw last
+    seeds: list[int]  # what to reset the environments with
+    seen: bytes  # values: one array per leaf, a list of objects for a leaf without a fixed size
+    ended: list[bool]  # whose episode had ended already
 
 
-class Stream(_Message, tag=14, frozen=True):
-    """Head to worker: from now on requests come over the socket, several ahead, and so do the replies."""
-
-    call: int
-
-
-class EndStream(_Message, tag=15, frozen=True):
-    """Head to worker: forget the rollouts that were asked for and not begun, and go back to one call at a time."""
+class Cancel(_Message, tag=15, frozen=True):
+    """Head to worker: forget the rollouts that were asked for before this and have not begun. Answered by Returned."""
 
     call: int
 
@@ -172,10 +188,21 @@ class Apply(_Message, tag=17, frozen=True):
     function: bytes  # cloudpickle
 
 
+class Show(_Message, tag=19, frozen=True):
+    """Head to worker: show once more, in the other step buffer, what was shown last. Answered by Stepped."""
+
+    call: int
+    buffer: int
+
+
+class Registered(_Message, tag=18, frozen=True):
+    """Head to worker: your key is known from now on; come in by it, and join."""
+
+
 class Join(msgspec.Struct, tag=20, frozen=True, array_like=True):
     """Worker to head: here I am.
 
-    The one message that must be readable to a head of another version, so that the worker can be told: its fields are
+    Like Register it must be readable to a head of another version, so that the worker can be told: their fields are
     never changed, only added to, and fields that are not known are passed over.
     """
 
@@ -186,11 +213,24 @@ class Join(msgspec.Struct, tag=20, frozen=True, array_like=True):
     versions: Annotated[dict[Name, Name], Meta(max_length=100)] = {}
 
 
+class Made(_Message, tag=29, frozen=True):
+    """Worker to head: the shard's environments are made, and this is what they are like."""
+
+    call: int
+    description: bytes  # values: a dict, see `worker.making.describe_envs`
+
+
 class Ready(_Message, tag=21, frozen=True):
-    """Worker to head: the shard's environments are made."""
+    """Worker to head: the shard can be reset and stepped."""
 
     call: int
     shares_memory: bool
+
+
+class Progress(_Message, tag=30, frozen=True):
+    """Worker to head: this call is under way, and a step or reset of it is finished. No answer yet."""
+
+    call: int
 
 
 class Stepped(_Message, tag=22, frozen=True):
@@ -198,19 +238,20 @@ class Stepped(_Message, tag=22, frozen=True):
 
     call: int
     infos: bytes | None  # values; None: empty
-    columns: bytes | None  # values: what has no fixed size, one list a leaf; None: nothing
+    columns: bytes | None  # values: what has no fixed size, one list per leaf; None: nothing
     generation: Annotated[int, Meta(ge=0, lt=MAX_GENERATION)] = 0  # of the infos in shared memory; 0: none are there
+    errors: list[tuple[int, str]] = []  # exceptions of environments that were forgiven: rows of the shard, and texts
 
 
 class Returned(_Message, tag=23, frozen=True):
-    """Worker to head: what the call returned, one value an environment."""
+    """Worker to head: what the call returned, one value per environment."""
 
     call: int
     values: bytes
 
 
 class Failed(_Message, tag=24, frozen=True):
-    """Worker to head: an environment raised."""
+    """Worker to head: an environment, the policy, or other code of the user's raised."""
 
     call: int
     env_index: int | None
@@ -218,6 +259,8 @@ class Failed(_Message, tag=24, frozen=True):
     type_name: str
     text: str
     traceback: str
+    where: Where = "environment"  # whose code it was
+    base: str = ""  # the name of the nearest built-in type the exception's type descends from
 
 
 class Adopted(_Message, tag=25, frozen=True):
@@ -254,8 +297,17 @@ class Part(_Message, tag=28, frozen=True):
     count: int
 
 
+class Register(msgspec.Struct, tag=31, frozen=True, array_like=True):
+    """Worker to head, the only message for which the ticket's key is good: I want to join, and this is my own key."""
+
+    protocol: int
+    worker_index: int
+    public_key: Key
+
+
 Request: TypeAlias = (
     Assign
+    | Serve
     | Reset
     | Step
     | Invoke
@@ -268,12 +320,15 @@ Request: TypeAlias = (
     | Collect
     | Decide
     | Ping
-    | Truncate
-    | Stream
-    | EndStream
+    | Resume
+    | Show
+    | Cancel
     | Load
+    | Registered
 )
-Reply: TypeAlias = Join | Ready | Stepped | Returned | Failed | Adopted | Measured | Collected | Part
+Reply: TypeAlias = (
+    Register | Join | Made | Ready | Stepped | Returned | Failed | Adopted | Measured | Collected | Part | Progress
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -286,21 +341,21 @@ def decode_request(frame: bytes | memoryview) -> Request:
     """Decode and check what a head sent.
 
     Raises:
-        WireError: It is no request.
+        WireError: It is not a request.
     """
     try:
         return _request_decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"This is no request: {error}") from error
+        raise WireError(f"This is not a request: {error}") from error
 
 
 def decode_reply(frame: bytes | memoryview) -> Reply:
     """Decode and check what a worker sent.
 
     Raises:
-        WireError: It is no reply.
+        WireError: It is not a reply.
     """
     try:
         return _reply_decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"This is no reply: {error}") from error
+        raise WireError(f"This is not a reply: {error}") from error

@@ -1,8 +1,8 @@
 """Semaphores that live in shared memory: the cheapest wake-up between processes.
 
-POSIX unnamed semaphores. They have no name, so nothing is left behind however the processes end. C's library makes
-them, through ctypes; they are then posted and waited for by the C code behind Python's own `multiprocessing`, which
-takes an eighth of the time that ctypes would. Its `SemLock` is meant for named semaphores, but its `_rebuild` takes the
+These are POSIX's unnamed semaphores, so nothing is left behind however the processes end. They are created by the C
+library, through ctypes, and then posted and waited for by the C code behind Python's own `multiprocessing`, which takes
+an eighth of the time that ctypes would. Its `SemLock` is meant for named semaphores, but its `_rebuild` accepts the
 address of any.
 """
 
@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-SIZE_BYTES = 64  # sem_t takes 32 on Linux; a cache line each keeps neighbours from slowing one another.
+SIZE_BYTES = 64  # sem_t takes 32 on Linux; with a cache line each, neighbours do not slow one another.
 
 _SemLock: Any = getattr(_multiprocessing, "SemLock", None)
-# macOS has no unnamed semaphores: ZeroMQ serves there.
+# macOS has no unnamed semaphores; ZeroMQ is used there.
 IS_SUPPORTED = sys.platform == "linux" and hasattr(_SemLock, "_rebuild")
 
 _KIND_SEMAPHORE = 1
@@ -28,11 +28,11 @@ _OVERFLOW = (ValueError, OSError)
 
 
 class Semaphore:
-    """A counting semaphore at a place in shared memory.
+    """A counting semaphore at a given address in shared memory.
 
     Attributes:
-        acquire: What goes through: at once if that is possible, or after a wait if its first argument is true.
-        release: What lets one waiter through. Raises if the semaphore holds all it can.
+        acquire: Takes one count if there is one, or waits for it if the first argument is true.
+        release: Adds one count. Raises if the semaphore is full.
     """
 
     def __init__(self, memory: memoryview, *, initialise: bool) -> None:
@@ -48,31 +48,31 @@ class Semaphore:
         if initialise and _libc.sem_init(address, 1, 0) != 0:
             raise OSError(ctypes.get_errno(), "sem_init failed")
         lock = _SemLock._rebuild(address, _KIND_SEMAPHORE, _SemLock.SEM_VALUE_MAX, None)
-        # It must never be freed: it would then call sem_close, which is for named semaphores only.
+        # It must never be freed: that would call sem_close, which is for named semaphores only.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(lock))
         self.acquire: Callable[..., bool] = lock.acquire
         self.release: Callable[[], None] = lock.release
 
     def post(self) -> None:
-        """Let one waiter through; a semaphore that holds all it can is left as it is."""
+        """Add one count; a full semaphore is left as it is."""
         try:  # noqa: SIM105 - this is quicker
             self.release()
         except _OVERFLOW:
             pass
 
     def try_wait(self) -> bool:
-        """Go through if that is possible at once."""
+        """Take one count if there is one."""
         return self.acquire(False)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until let through; False if that took too long. Ctrl-C is heard."""
+        """Sleep until there is a count to take; False if that took too long. Ctrl-C interrupts it."""
         return self.acquire(True, timeout_s)
 
     def wait_eagerly(self, timeout_s: float, eager_s: float) -> bool:
-        """Try again and again for `eager_s`, letting others run in between, and only then sleep.
+        """Keep trying for `eager_s`, letting other processes run in between, and only then sleep.
 
-        Falling asleep and being woken costs more than a short step takes. Yielding matters: where processes outnumber
-        cores, one that holds its core while it looks keeps away the very process it waits for.
+        Falling asleep and waking up costs more than a short step takes. Yielding matters: where processes outnumber
+        cores, one that occupies a core while it tries keeps the very process it waits for from running.
         """
         acquire, give_way, clock = self.acquire, os.sched_yield, time.perf_counter
         end = clock() + eager_s
@@ -86,11 +86,11 @@ class Semaphore:
 class Chain:
     """Several semaphores that are posted by one call into C.
 
-    That is quick, and Python runs no signal handler meanwhile: after Ctrl-C either all were posted or none, and
-    `posted` tells which.
+    That is fast, and Python runs no signal handler meanwhile: after Ctrl-C either all were posted or none, and `posted`
+    tells which.
 
     Attributes:
-        posted: Has an entry for each that was posted, until it is cleared.
+        posted: Has one entry per semaphore posted, until it is cleared.
     """
 
     def __init__(self, semaphores: Sequence[Semaphore]) -> None:
@@ -99,13 +99,13 @@ class Chain:
         self._releases = [each.release for each in semaphores]
 
     def post(self) -> None:
-        """Let one waiter through at each."""
+        """Add one count to each."""
         releases = iter(self._releases)
         while True:
             try:
                 self.posted.extend(map(operator.call, releases))
             except _OVERFLOW:
-                continue  # With the next one: whoever waits for a semaphore that holds all it can needs no waking.
+                continue  # With the next one: nobody waits for a semaphore that is full.
             return
 
 

@@ -1,7 +1,10 @@
-"""Gymnasium's spaces as plain data, so that `get_attr("action_space")` can cross without pickle."""
+"""Spaces, dtypes and shapes as plain data: sent without pickle, checked before numpy or Gymnasium reads them."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence as SequenceABC
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -9,11 +12,17 @@ from gymnasium import Space
 from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscrete, OneOf, Sequence, Text, Tuple
 
 from clusterenv.errors import WireError
-from clusterenv.wire.dtypes import checked_dtype, checked_shape
+
+PLAIN_KINDS = frozenset("biufcSUmM")  # Kinds of numpy dtypes whose bytes are data and nothing else.
+
+# As `dtype.str` writes them. numpy itself would also read records, repetitions, and units of 0 seconds, by which it
+# divides.
+_DTYPE = re.compile(r"[<>|](?:[biufc]\d{1,2}|[SU]\d{1,9}|[mM]8(?:\[(?:[1-9]\d{0,8})?[a-zA-Zμ]{1,2}\])?)")
+_MAX_DIMENSIONS = 32  # numpy 1's own limit. Multiplying out a longer shape could take minutes.
 
 
 def describe(space: Space[Any]) -> list[Any] | None:
-    """Return `[kind, parts]` for a space of Gymnasium's own types, or None if it (or a part of it) is not."""
+    """Return `[kind, parts]` for a space of one of Gymnasium's own types, or None if it, or a part of it, is not."""
     cls = type(space)
     if cls not in _KINDS.values():
         return None
@@ -26,7 +35,7 @@ def describe(space: Space[Any]) -> list[Any] | None:
         case MultiDiscrete():
             parts = [space.nvec, space.start, space.dtype.str]
         case MultiBinary():
-            parts = [list(space.shape)]
+            parts = [list(space.n) if isinstance(space.n, tuple | list) else int(space.n)]  # 3 and (3,) are not equal.
         case Text():
             parts = [space.min_length, space.max_length, "".join(space.character_list)]
         case Dict():
@@ -47,12 +56,12 @@ def build(description: list[Any]) -> Space[Any]:
     """Make the space that `describe` described.
 
     Raises:
-        WireError: The description is no space.
+        WireError: It does not describe a space.
     """
     kind, parts = description
     match kind, parts:
         case "Box", [low, high, shape, dtype]:
-            # Bounds of one number each would be spread over the shape, however large that is.
+            # Box would broadcast scalar bounds to the shape, however large that is.
             if not np.shape(low) == np.shape(high) == checked_shape(shape):
                 raise WireError("The bounds of a Box do not have its shape.")
             return Box(low, high, shape=tuple(shape), dtype=checked_dtype(dtype).type)
@@ -60,8 +69,8 @@ def build(description: list[Any]) -> Space[Any]:
             return Discrete(n, start=start, dtype=checked_dtype(dtype).type)
         case "MultiDiscrete", [nvec, start, dtype]:
             return MultiDiscrete(nvec, start=start, dtype=checked_dtype(dtype).type)
-        case "MultiBinary", [shape]:
-            return MultiBinary(checked_shape(shape))
+        case "MultiBinary", [n]:
+            return MultiBinary(*checked_shape([n])) if isinstance(n, int) else MultiBinary(checked_shape(n))
         case "Text", [min_length, max_length, charset]:
             return Text(max_length, min_length=min_length, charset=charset)
         case "Dict", [keys, inner]:
@@ -75,7 +84,42 @@ def build(description: list[Any]) -> Space[Any]:
             return Sequence(build(feature), stack=stack)
         case "Graph", [nodes, edges, has_edges]:
             return Graph(build(nodes), build(edges) if has_edges else None)
-    raise WireError(f"{kind!r} is no space that can travel.")
+    raise WireError(f"{kind!r} is not a space that can be sent.")
+
+
+def checked_dtype(text: object) -> np.dtype[Any]:
+    """Read a dtype from the wire, refusing those whose bytes would be pointers or records.
+
+    Raises:
+        WireError: It is not a dtype, or not one that may be sent.
+    """
+    if not isinstance(text, str):
+        raise WireError(f"Arrays of dtype {repr(text)[:100]} cannot be sent.")
+    return _read_dtype(text)
+
+
+@lru_cache(maxsize=64)
+def _read_dtype(text: str) -> np.dtype[Any]:
+    if not _DTYPE.fullmatch(text):
+        raise WireError(f"Arrays of dtype {repr(text)[:100]} cannot be sent.")
+    try:
+        return np.dtype(text)
+    except TypeError as error:
+        raise WireError(f"There is no dtype {text}.") from error
+
+
+def checked_shape(shape: SequenceABC[object]) -> tuple[int, ...]:
+    """Read a shape from the wire.
+
+    Raises:
+        WireError: It is not a shape.
+    """
+    sizes: list[int] = []
+    for size in shape if isinstance(shape, list | tuple) and len(shape) <= _MAX_DIMENSIONS else (None,):
+        if type(size) is not int or not 0 <= size < 2**63:
+            raise WireError(f"{repr(shape)[:100]} is not a shape.")
+        sizes.append(size)
+    return tuple(sizes)
 
 
 _KINDS = {

@@ -17,12 +17,13 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Where the head listens, and the keys that open the door.
 
     Attributes:
-        endpoint: A ZeroMQ address, e.g. `tcp://127.0.0.1:40123`.
+        endpoint: A ZeroMQ address, e.g. `tcp://10.0.0.5:40123`, or `ipc:///tmp/clusterenv-x/head` on this machine.
         head_key: The head's public CURVE key (Z85): a worker talks to nobody else.
-        public_key: The run's public key for workers.
-        secret_key: Its secret half: whoever holds it is a worker of this run.
+        public_key: The run's public key for workers that have none of their own yet.
+        secret_key: Its secret half: whoever holds it may register as a worker that is waited for, and do no more.
         parent_pid: The head's process id if workers are its children and must end with it, else None.
         silence_s: After how many seconds of silence the head gives a worker up; workers are several times as patient.
+        hang_s: A worker that has finished no step or reset for most of this long writes its Python stacks to its log.
     """
 
     endpoint: str
@@ -31,6 +32,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     secret_key: str
     parent_pid: int | None = None
     silence_s: float = 10.0
+    hang_s: float = 300.0
 
     def __repr__(self) -> str:
         """Show where it leads and keep the secret."""
@@ -45,7 +47,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         """Read what `encode` wrote.
 
         Raises:
-            ConfigError: The text is no ticket.
+            ConfigError: The text is not a ticket.
         """
         try:
             return msgspec.msgpack.decode(base64.urlsafe_b64decode(text.encode()), type=Ticket)

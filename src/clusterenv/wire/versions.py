@@ -1,4 +1,4 @@
-"""Versions: what head and worker must agree on for code to travel from one to the other."""
+"""Versions that head and worker must agree on so that code can be sent from one to the other."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Mapping
 import gymnasium
 import numpy as np
 
-# How many of a version's numbers must be equal: pickled code depends on Python's minor version, pickled spaces on
-# Gymnasium's, arrays inside them on NumPy's major.
+# How many leading numbers of a version must be equal: pickled code depends on Python's minor version, pickled spaces
+# on Gymnasium's, and arrays inside them on NumPy's major version.
 _PARTS = {"python": 2, "gymnasium": 2, "numpy": 1}
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of this process; that of clusterenv itself is the protocol's number."""
+    """Return the versions in this process; for clusterenv itself the protocol's number counts."""
     return {"python": platform.python_version(), "gymnasium": gymnasium.__version__, "numpy": np.__version__}
 
 
 def find_conflict(head: Mapping[str, str], worker: Mapping[str, str]) -> str:
-    """Say what must be installed on the worker's side for it to work with the head; nothing if it fits."""
+    """Say what to install on the worker's side so that it works with the head; an empty string if it does already."""
     wrong = [name for name, parts in _PARTS.items() if _cut(head[name], parts) != _cut(worker.get(name, ""), parts)]
     if not wrong:
         return ""

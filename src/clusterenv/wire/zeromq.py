@@ -1,15 +1,19 @@
 """The ZeroMQ transport: one ROUTER at the head, one DEALER a worker, encrypted and authenticated with CURVE.
 
-Every run has two key pairs of its own: the head's, which workers insist on, and the workers', which the head insists
-on. A message is a header frame (`wire.messages`) followed by raw array frames. The head answers ZeroMQ's questions
-about keys (ZAP) itself whenever it is in a call, so there is no extra thread.
+The head has a key pair, which workers insist on, and makes another for the run's ticket, which opens the way to
+register and no more. Each worker makes its own, registers it, and is known by it from then on. The head answers
+ZeroMQ's questions about keys (ZAP) itself whenever it is in a call, so there is no extra thread.
+
+A message is a header (`wire.messages`) followed by raw arrays, both cut into frames of at most `CHUNK_BYTES`: ZeroMQ
+takes a whole frame from a stranger before it asks who that is, and encrypts and keeps a whole one for each worker. The
+header ends with the first frame that is shorter than that; how many frames an array has follows from its size.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
@@ -17,24 +21,41 @@ from numpy.typing import NDArray
 from zmq.utils import z85
 
 from clusterenv.errors import ConfigError
-from clusterenv.wire.address import Address
-from clusterenv.wire.complaints import Complaints
+from clusterenv.wire.address import LOOPBACK, Address, make_local_endpoint
+from clusterenv.wire.arrays import CHUNK_BYTES
+from clusterenv.wire.endpoint import remove_endpoint
+from clusterenv.wire.rate_limited_log import RateLimitedLog
 from clusterenv.wire.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
-_MAX_MESSAGE_BYTES = 1 << 31
+_MAX_FRAME_BYTES = CHUNK_BYTES + 64  # Encryption adds 33 to a frame.
+_MAX_FRAMES = 1 << 16  # In a message from a worker: 16 GiB of arrays.
+_FRAMES_AT_ONCE = 4096  # To read before the caller may look at its deadline: a message may have a million empty ones.
 _HEARTBEAT_MS = 1_000
-_HANDSHAKE_MS = 10_000  # Whoever connects and says nothing is sent away after this.
+_HANDSHAKE_MS = 3_000  # Whoever connects and says nothing is sent away after this.
 _WORKER_PATIENCE = 3  # A head that is silent for so many times `silence_s` is gone, or cut off.
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _EVENTS_ENDPOINT = "inproc://clusterenv.events"
 _ENOUGH_EVENTS = 1000  # To read in one go: strangers may come faster than they can be counted.
-
+_ENOUGH_QUESTIONS = 100  # About keys, likewise: whoever waits while the learner learns knocks again and again.
+_MANY_PEERS = 10_000
 _UNPOLLED = 16  # Messages to take, where there are many, before looking again whether somebody else wants something.
-_CHUNK_BYTES = 1 << 18
 
 Frames = list[zmq.Frame]
+
+
+class Keys(NamedTuple):
+    """A CURVE key pair, in Z85."""
+
+    public: str
+    secret: str
+
+    @staticmethod
+    def make() -> Keys:
+        """Make a new pair."""
+        public, secret = zmq.curve_keypair()
+        return Keys(public.decode(), secret.decode())
 
 
 def cut(block: NDArray[np.uint8]) -> Frames:
@@ -43,27 +64,65 @@ def cut(block: NDArray[np.uint8]) -> Frames:
     ZeroMQ encrypts a frame as a whole, for each worker anew, and keeps that until the worker's connection has taken
     it. So frames are small: a thousand workers may pull at once, and what others send comes in between.
     """
-    view = block.data
-    return [zmq.Frame(view[i : i + _CHUNK_BYTES], copy=False) for i in range(0, max(1, len(view)), _CHUNK_BYTES)]
+    return [zmq.Frame(piece, copy=False) for piece in _pieces(block)]
+
+
+def _cut_message(frames: Sequence[Any]) -> Sequence[Any]:
+    """Cut a header and arrays (numpy's, or bytes) into frames. Nearly always nothing needs to be cut."""
+    header, arrays = frames[0], frames[1:]
+    if len(header) < CHUNK_BYTES and not any(_is_large(array) for array in arrays):
+        return frames
+    pieces: list[Any] = list(_pieces(header))
+    if not len(header) % CHUNK_BYTES and len(header):
+        pieces.append(b"")
+    for array in arrays:
+        pieces += _pieces(array) if _is_large(array) else (array,)
+    return pieces
+
+
+def _is_large(array: Any) -> bool:
+    return (array.nbytes if isinstance(array, np.ndarray) else len(array)) > CHUNK_BYTES
+
+
+def _pieces(block: Any) -> list[Any]:
+    view = block.reshape(-1).view(np.uint8) if isinstance(block, np.ndarray) else memoryview(block)
+    return [view[start : start + CHUNK_BYTES] for start in range(0, max(1, len(view)), CHUNK_BYTES)]
+
+
+def _join_header(frames: Frames) -> Frames:
+    """Put the frames of the header together, if there are several."""
+    if not frames or len(frames[0]) < CHUNK_BYTES:
+        return frames
+    count = next((i for i, frame in enumerate(frames, 1) if len(frame) < CHUNK_BYTES), len(frames))
+    return [zmq.Frame(b"".join([frame.buffer for frame in frames[:count]]), copy=False), *frames[count:]]
 
 
 class HeadSocket:
-    """Listens for workers; knows them by routing ids that ZeroMQ chooses, so no worker can claim another's."""
+    """Listens for workers; knows them by routing ids that ZeroMQ chooses, so no worker can claim another's.
 
-    def __init__(self, listen: Address, advertise: Address, silence_s: float) -> None:
+    Attributes:
+        ticket: What workers need to find it.
+        authorised: The public keys that are let in beside the ticket's. Their owner changes them at will; connections
+            that are there already stay.
+    """
+
+    def __init__(self, addresses: tuple[Address, Address] | None, silence_s: float) -> None:
         """Listen.
 
         Args:
-            listen: The interface and port to bind; port 0 takes a free one.
-            advertise: What the ticket says; port 0 stands for the one that was bound.
+            addresses: The interface and port to bind, port 0 being any that is free; and what the ticket says, port 0
+                standing for the one that was bound. None: workers are on this machine and come in by a socket file, or
+                by the loopback interface where there are no such files.
             silence_s: A worker from which nothing came for this long, not even ZeroMQ's own heartbeat, is cut off.
 
         Raises:
             ConfigError: The address cannot be bound.
         """
-        head_public, head_secret = zmq.curve_keypair()
-        worker_public, worker_secret = zmq.curve_keypair()
-        self._worker_key = bytes(z85.decode(worker_public))
+        head, opening = Keys.make(), Keys.make()
+        self.authorised: Container[str] = frozenset()
+        self._keys_of_peers: dict[bytes, str] = {}
+        self._begun: tuple[bytes, Frames] | None = None  # A message of which more frames are to be read.
+        self._is_excessive = False
         self._context = zmq.Context()
         self._keeper = self._context.socket(zmq.REP)
         self._keeper.linger = 0
@@ -71,15 +130,14 @@ class HeadSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.router_mandatory = True
-        self._socket.ipv6 = ":" in listen.host
-        self._socket.maxmsgsize = _MAX_MESSAGE_BYTES
+        self._socket.maxmsgsize = _MAX_FRAME_BYTES
         self._socket.handshake_ivl = _HANDSHAKE_MS
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
         self._socket.heartbeat_timeout = int(silence_s * 1000)
         self._socket.sndtimeo = int(silence_s * 1000)
         self._socket.curve_server = True
-        self._socket.curve_publickey = head_public
-        self._socket.curve_secretkey = head_secret
+        self._socket.curve_publickey = head.public.encode()
+        self._socket.curve_secretkey = head.secret.encode()
         self._socket.zap_domain = b"clusterenv"
         self._hangups = 0
         self._unpolled = _UNPOLLED
@@ -89,25 +147,22 @@ class HeadSocket:
         self._events.rcvhwm = 0
         self._socket.monitor(_EVENTS_ENDPOINT, zmq.EVENT_DISCONNECTED)
         self._events.connect(_EVENTS_ENDPOINT)
+        self._local_endpoint: str | None = None
         try:
-            self._socket.bind(f"tcp://{listen}")  # ZeroMQ, too, reads port 0 as any that is free.
-        except zmq.ZMQError as error:
+            endpoint = self._bind_local() if addresses is None else self._bind(*addresses)
+        except BaseException:
             self.close()
-            raise ConfigError(
-                f"Cannot listen on {listen}: {error}. Pass ClusterEnv(listen=...): an address of this machine, and a "
-                "port that is free, or none for a random one."
-            ) from error
-        port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+            raise
         self._poller = zmq.Poller()
         # In this order: a worker that talks without end must not keep out others, whose keys are asked about.
         for source in (self._keeper, self._events, self._socket):
             self._poller.register(source, zmq.POLLIN)
-        self._refusals = Complaints(log)
+        self._refusals = RateLimitedLog(log)
         self.ticket = Ticket(
-            endpoint=f"tcp://{Address(advertise.host, advertise.port or port)}",
-            head_key=head_public.decode(),
-            public_key=worker_public.decode(),
-            secret_key=worker_secret.decode(),
+            endpoint=endpoint,
+            head_key=head.public,
+            public_key=opening.public,
+            secret_key=opening.secret,
             silence_s=silence_s,
         )
 
@@ -123,7 +178,7 @@ class HeadSocket:
                 silent, rather than drop this one.
         """
         try:
-            self._socket.send_multipart([peer, *frames], 0 if waits else zmq.DONTWAIT, copy=False)
+            self._socket.send_multipart([peer, *_cut_message(frames)], 0 if waits else zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return not waits
         except zmq.ZMQError as error:
@@ -132,10 +187,14 @@ class HeadSocket:
             raise
         return True
 
-    def receive(self, timeout_s: float) -> tuple[bytes, Frames] | None:
-        """Return the next message and who sent it; None if nothing came in time.
+    def receive(self, timeout_s: float | None) -> tuple[bytes, Frames] | None:
+        """Return the next message and who sent it; None if nothing came in time, or too much to read in one go.
 
+        The first frame is the whole header. A message of more frames than any worker needs has none.
         Questions of ZeroMQ about keys are answered on the way.
+
+        Args:
+            timeout_s: How long to wait; None takes what lies there after another message, if anything does.
         """
         if self._unpolled < _UNPOLLED:
             self._unpolled += 1
@@ -143,6 +202,8 @@ class HeadSocket:
                 return self._take(zmq.DONTWAIT)
             except zmq.Again:
                 pass
+        if timeout_s is None:
+            return None
         for source, _ in self._poller.poll(int(timeout_s * 1000)):
             if source is self._keeper:
                 self._answer_keeper()
@@ -161,20 +222,68 @@ class HeadSocket:
         return count
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close, giving what was sent last this long to leave."""
-        self._socket.disable_monitor()
-        self._events.close(linger=0)
-        self._socket.close(linger=int(linger_s * 1000))
+        """Close, giving what was sent last this long to leave. May be called again, also if it was interrupted."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._events.close(linger=0)
+            self._socket.close(linger=int(linger_s * 1000))
         self._keeper.close(linger=0)
+        if self._local_endpoint is not None:
+            remove_endpoint(self._local_endpoint)
         self._context.term()
 
-    def _take(self, flags: int) -> tuple[bytes, Frames]:
-        peer = frame = self._socket.recv(flags, copy=False)
-        frames = []
-        while frame.more:  # As recv_multipart does, but that asks the socket, which takes three times as long.
+    def key_of(self, peer: bytes) -> str:
+        """Return the public key by which the sender of the last message was let in."""
+        return self._keys_of_peers.get(peer, "")
+
+    def _bind(self, listen: Address, advertise: Address) -> str:
+        self._socket.ipv6 = ":" in listen.host
+        try:
+            self._socket.bind(f"tcp://{listen}")  # ZeroMQ, too, reads port 0 as any that is free.
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"Cannot listen on {listen}: {error}. Pass ClusterEnv(network=Network(listen=...)): an address of this "
+                "machine, and a port that is free, or none for a random one."
+            ) from error
+        port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        return f"tcp://{Address(advertise.host, advertise.port or port)}"
+
+    def _bind_local(self) -> str:
+        self._local_endpoint = make_local_endpoint()
+        if self._local_endpoint is not None:
+            try:
+                self._socket.bind(self._local_endpoint)
+            except zmq.ZMQError:  # The directory's file system has no sockets.
+                remove_endpoint(self._local_endpoint)
+                self._local_endpoint = None
+            else:
+                return self._local_endpoint
+        return self._bind(Address(LOOPBACK), Address(LOOPBACK))
+
+    def _take(self, flags: int) -> tuple[bytes, Frames] | None:
+        """Read a message, or go on with one; None if even then there is more of it."""
+        if self._begun is None:
+            self._begun = self._socket.recv(flags, copy=False).bytes, []
+        peer, frames = self._begun
+        for _ in range(_FRAMES_AT_ONCE):  # Not recv_multipart: it asks the socket for more, which takes thrice as long.
             frame = self._socket.recv(copy=False)
             frames.append(frame)
-        return peer.bytes, frames
+            if not frame.more:
+                self._note_key(peer, frame)
+                is_excessive = self._is_excessive or len(frames) > _MAX_FRAMES
+                self._begun, self._is_excessive = None, False
+                return peer, [] if is_excessive else _join_header(frames)
+        if len(frames) > _MAX_FRAMES:
+            self._is_excessive = True
+            frames.clear()
+        self._unpolled = _UNPOLLED  # The next look is at others.
+        return None
+
+    def _note_key(self, peer: bytes, frame: zmq.Frame) -> None:
+        if peer not in self._keys_of_peers:
+            if len(self._keys_of_peers) >= _MANY_PEERS:
+                self._keys_of_peers.clear()  # Nothing is lost: with the next message of a peer its key comes again.
+            self._keys_of_peers[peer] = str(frame.get("User-Id"))
 
     def _read_events(self) -> None:
         for _ in range(_ENOUGH_EVENTS):
@@ -184,17 +293,21 @@ class HeadSocket:
             self._hangups += 1
 
     def _answer_keeper(self) -> None:
-        """Let in exactly the run's own key (RFC 27, ZAP)."""
-        version, request_id, _domain, address, _identity, mechanism, *credentials = self._keeper.recv_multipart()
-        is_ours = mechanism == b"CURVE" and credentials == [self._worker_key]
-        if not is_ours:
-            self._refusals.note("refused a connection from %s: it does not hold this run's key", address.decode())
-        status, text = (b"200", b"OK") if is_ours else (b"400", b"not a worker of this run")
-        self._keeper.send_multipart([version, request_id, status, text, b"", b""])
+        """Let in the ticket's key and those that were registered, and note whose a connection is (RFC 27, ZAP)."""
+        for _ in range(_ENOUGH_QUESTIONS):
+            if not self._keeper.poll(0):
+                return
+            version, request_id, _domain, address, _identity, mechanism, *credentials = self._keeper.recv_multipart()
+            key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else ""
+            is_known = key == self.ticket.public_key or key in self.authorised
+            if not is_known:
+                self._refusals.warn("refused a connection from %s: it does not hold this run's key", address.decode())
+            status, text = (b"200", b"OK") if is_known else (b"400", b"not a worker of this run")
+            self._keeper.send_multipart([version, request_id, status, text, key.encode(), b""])
 
 
 class WorkerSocket:
-    """Connects to the head named in the ticket, and to nobody else.
+    """Connects to the head named in the ticket, and to nobody else; with the ticket's key until it uses another.
 
     Attributes:
         events: Tells of connections made, refused and ended; for one other thread to listen to, until `end_events`.
@@ -212,7 +325,7 @@ class WorkerSocket:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.ipv6 = "[" in ticket.endpoint
-        self._socket.maxmsgsize = _MAX_MESSAGE_BYTES
+        self._socket.maxmsgsize = _MAX_FRAME_BYTES
         if ticket.parent_pid is None:
             # A child watches its parent instead, which may be stopped in a debugger or by Ctrl-Z for hours.
             self._socket.heartbeat_ivl = _HEARTBEAT_MS
@@ -221,22 +334,32 @@ class WorkerSocket:
         self._socket.curve_publickey = ticket.public_key.encode()
         self._socket.curve_secretkey = ticket.secret_key.encode()
         self.events = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            zmq.EVENT_CONNECTED
+            | zmq.EVENT_CONNECT_RETRIED
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
             | zmq.EVENT_DISCONNECTED
             | zmq.EVENT_MONITOR_STOPPED
         )
+        self._endpoint = ticket.endpoint
         self._socket.connect(ticket.endpoint)
+
+    def use(self, keys: Keys) -> None:
+        """Connect once more, with this key pair. Nothing may be on its way."""
+        self._socket.disconnect(self._endpoint)
+        self._socket.curve_publickey = keys.public.encode()
+        self._socket.curve_secretkey = keys.secret.encode()
+        self._socket.connect(self._endpoint)
 
     def send(self, frames: Sequence[Any]) -> None:
         """Send to the head. Arrays are not copied: they must not change until the head has answered."""
-        self._socket.send_multipart(frames, copy=False)
+        self._socket.send_multipart(_cut_message(frames), copy=False)
 
     def receive(self, timeout_s: float) -> Frames | None:
         """Return the head's next message; None if nothing came in time."""
         if not self._socket.poll(int(timeout_s * 1000)):
             return None
-        return self._socket.recv_multipart(copy=False)
+        return _join_header(self._socket.recv_multipart(copy=False))
 
     def end_events(self) -> None:
         """Tell of the last event, which is that there are no more: whoever listens is woken."""

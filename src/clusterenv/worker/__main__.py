@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -9,25 +10,34 @@ import sys
 
 from clusterenv.errors import ConfigError
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
+from clusterenv.worker.guardian import guard
 from clusterenv.worker.leave import Leave
-from clusterenv.worker.loop import run_worker
+from clusterenv.worker.secret import take_variable
 
 
 def main() -> int:
     """Serve the head that the ticket names; returns the exit status."""
     # Ctrl-C in a terminal reaches every process in it; ending workers is the head's affair.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    leave = Leave()
-    signal.signal(signal.SIGTERM, leave.on_signal)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        # Taken out of the environment: what a user's environment starts need not know the keys.
-        ticket = Ticket.decode(os.environ.pop(TICKET_VARIABLE, ""))
+        # What a user's environment starts need not know the keys, nor need the environment itself.
+        ticket = Ticket.decode(take_variable(TICKET_VARIABLE))
         worker_index = int(os.environ.get(WORKER_VARIABLE, ""))
     except (ConfigError, ValueError) as error:
         logging.error("cannot start: %s ($%s=%s)", error, WORKER_VARIABLE, os.environ.get(WORKER_VARIABLE))
         return 2
-    run_worker(ticket, worker_index, leave)
+    guardian = guard(ticket)  # From here on there are two processes, and this is the worker.
+    leave = Leave()
+    signal.signal(signal.SIGTERM, leave.on_signal)
+    faulthandler.enable(2)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nobody has replaced it yet
+
+    # Not before: the guardian needs neither numpy nor ZeroMQ, and may have no threads.
+    from clusterenv.worker.loop import run_worker
+
+    run_worker(ticket, worker_index, leave, guardian)
     return leave.status
 
 

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from clusterenv.errors import PolicyError
 from clusterenv.policy.policy import Decision, Policy, State, start_episodes
 from clusterenv.policy.sketch import Measurement, Probes, Sketch, choose_probes, measure, take_probes
-from clusterenv.wire.block import Block, describe
+from clusterenv.wire.buffers import RolloutBuffers, describe
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.messages import ArraySpec
-from clusterenv.wire.planes import Planes
+from clusterenv.worker.env_host import Host
 from clusterenv.worker.episodes import EpisodeLedger
-from clusterenv.worker.host import Host
 from clusterenv.worker.infos import Infos, complete, info_row
 
 OnStep = Callable[[int], None]
@@ -33,13 +32,15 @@ class Collector:
 
     Attributes:
         version: Of the weights the policy holds; 0 until it was given any.
+        is_stepping: Whether the environments are at work, and not the policy; left as it was when something raises.
     """
+
+    is_stepping = False
 
     def __init__(
         self,
         policy: Policy,
         host: Host,
-        planes: Planes,
         spaces: tuple[Space[Any], Space[Any]],
         mode: AutoresetMode,
         *,
@@ -50,21 +51,19 @@ class Collector:
         Args:
             policy: Acts for all environments of the host.
             host: The environments.
-            planes: What the host fills.
             spaces: Of observations and actions, of one environment.
             mode: How the host resets.
             is_at_start: Whether the environments were not stepped since their reset.
         """
         self._host = host
-        self._planes = planes
         self._mode = mode
-        self._rows = len(planes.rewards)
+        self._rows = len(host.buffers.rewards)
         observation_space, action_space = spaces
         self._observations, self._actions = Layout(observation_space), Layout(action_space)
         self._batched_actions = batch_space(action_space, self._rows)
         self._observation_space = observation_space
         self._starts = np.ones(self._rows, np.bool_)
-        self._pending = planes.terminations | planes.truncations
+        self._pending = host.buffers.terminations | host.buffers.truncations
         if mode is AutoresetMode.SAME_STEP:
             self._pending[:] = False
         self._ledger = EpisodeLedger(self._rows, is_at_start=is_at_start)
@@ -121,10 +120,17 @@ class Collector:
         if seed is not None:
             self._policy.seed(seed)
 
-    def truncate(self) -> None:
-        """Note that all episodes count as truncated: the next step resets, or nobody takes it."""
-        self._pending[:] = True
-        self._ledger.restart(self._pending)
+    def resume_after_error(self) -> None:
+        """Learn from the host how far a step has come in which an environment raised."""
+        rows = self._host.pending_rows()
+        if rows is None:
+            return
+        pending = np.array(rows, np.bool_)
+        known = pending != self._pending  # These have ended, or begun; of the others a reward may be missing.
+        self._starts |= self._pending & ~pending
+        self._pending = pending
+        self._ledger.spoil(~known)
+        self._ledger.restart(known)
         self._probes.clear()
 
     def load(self, version: int, weights: Mapping[str, NDArray[Any]]) -> None:
@@ -133,7 +139,7 @@ class Collector:
         self.version = version
 
     def collect(
-        self, block: Block, number: int, values: Mapping[str, Any], on_step: OnStep | None = None
+        self, block: RolloutBuffers, number: int, values: Mapping[str, Any], on_step: OnStep | None = None
     ) -> dict[str, Any]:
         """Make a rollout.
 
@@ -147,27 +153,31 @@ class Collector:
             The finished episodes, the final observations that are not in the block, and the errors of environments
             that were reset for them: rows and texts.
         """
+        self.is_stepping = False
         num_steps = len(block.rewards)
         finals: list[tuple[int, int, list[Any]]] = []
         self._errors: list[list[Any]] = []
-        for column, plane in zip(block.observations, self._planes.observations, strict=True):
-            column[0] = plane
+        for column, newest in zip(block.observations, self._host.buffers.observations, strict=True):
+            column[0] = newest
         self._last_infos: dict[tuple[int, int], Infos] = {}
-        made = 0
+        made = reached = 0
         try:
             for step in range(num_steps):
-                self._host.observe_into([column[step + 1] for column in block.observations])
                 actions = self._decide([column[step] for column in block.observations], block, step, values)
-                infos = complete(self._host.step(actions, for_rollout=True), self._rows)
+                self._host.observe_into([column[step + 1] for column in block.observations])
+                reached = step + 1  # Also if an environment raises: the host sees to it that every row is there.
+                self.is_stepping = True
+                infos = complete(self._host.step(None, actions, for_rollout=True), self._rows)
+                self.is_stepping = False
                 self._note(block, step, infos, finals)
                 made = step + 1
                 if on_step is not None:
                     on_step(made)
         finally:
-            # Also if the policy has raised: another may go on from here.
-            self._host.observe_into(self._planes.observations)
-            for column, plane in zip(block.observations, self._planes.observations, strict=True):
-                plane[...] = column[made]  # type: ignore[index]  # no leaf of objects gets this far
+            # Also after an exception: the next call goes on from here.
+            self._host.observe_into(None)
+            for column, newest in zip(block.observations, self._host.buffers.observations, strict=True):
+                newest[...] = column[reached]  # type: ignore[index]  # no leaf of objects gets this far
             done = (block.terminations | block.truncations)[:made]
             episodes = self._ledger.add(block.rewards[:made], block.valid[:made], done)
         self._keep_probes(block, number)
@@ -186,12 +196,15 @@ class Collector:
             "errors": self._errors,
         }
 
-    def decide(self, values: Mapping[str, Any]) -> Infos:
-        """Choose actions, step once, and return the infos with the decision among them."""
-        observations: list[Any] = list(self._planes.observations)
-        decision = self._act(observations, values)
+    def decide(self, buffer: int, values: Mapping[str, Any]) -> Infos:
+        """Choose actions, step once into this step buffer, and return the infos with the decision among them."""
+        self.is_stepping = False
+        decision = self._act(list(self._host.buffers.observations), values)
         actions = self._checked_actions(decision)
-        infos = complete(self._host.step(self._single(actions)), self._rows)
+        batch = self._single(actions)
+        self.is_stepping = True
+        infos = complete(self._host.step(buffer, batch), self._rows)
+        self.is_stepping = False
         self.account()
         version = np.full(self._rows, self.version, np.int64)
         return {**infos, "action": self._actions.nest(actions), **decision.extras, "policy_version": version}
@@ -201,7 +214,9 @@ class Collector:
         if number not in self._probes:
             count = min(self._num_probes, self._rows)
             indices = choose_probes(1, self._rows, count=count, seed=0, number=number)
-            current = self._observations.nest([plane[None] for plane in self._planes.observations if plane is not None])
+            current = self._observations.nest(
+                [array[None] for array in self._host.buffers.observations if array is not None]
+            )
             probes = take_probes(indices, current)._replace(state=self._policy.initial_state(count))
             return measure(self._policy, probes, sketch)
         return measure(self._policy, self._probes[number], sketch)
@@ -209,8 +224,9 @@ class Collector:
     def account(self) -> None:
         """Count a step that is not part of a rollout."""
         taken = ~self._pending
-        done = (self._planes.terminations | self._planes.truncations) & taken
-        self._ledger.add(self._planes.rewards[None], taken[None], done[None])
+        buffers = self._host.buffers
+        done = (buffers.terminations | buffers.truncations) & taken
+        self._ledger.add(buffers.rewards[None], taken[None], done[None])
         self._advance(taken, done)
         self._probes.clear()
 
@@ -224,7 +240,7 @@ class Collector:
         self._state, self._before = decision.state, before
         return decision
 
-    def _decide(self, observations: list[Any], block: Block, step: int, values: Mapping[str, Any]) -> Any:
+    def _decide(self, observations: list[Any], block: RolloutBuffers, step: int, values: Mapping[str, Any]) -> Any:
         decision = self._act(observations, values)
         actions = self._checked_actions(decision)
         for column, action in zip(block.actions, actions, strict=True):
@@ -235,15 +251,14 @@ class Collector:
             column[step] = self._before[name]  # type: ignore[index]  # a block has states only if the policy has
         return self._single(actions)
 
-    def _note(self, block: Block, step: int, infos: Infos, finals: list[Any]) -> None:
-        planes = self._planes
-        if "env_error" in infos:
-            rows = np.flatnonzero(infos["_env_error"]).tolist()
-            self._errors += [[row, infos["env_error"][row]] for row in rows]
+    def _note(self, block: RolloutBuffers, step: int, infos: Infos, finals: list[Any]) -> None:
+        buffers = self._host.buffers
+        if self._host.errors:
+            self._errors += [[row, text] for row, text in self._host.errors]
         block.valid[step] = taken = ~self._pending
-        block.rewards[step] = planes.rewards
-        block.terminations[step] = planes.terminations & taken
-        block.truncations[step] = planes.truncations & taken
+        block.rewards[step] = buffers.rewards
+        block.terminations[step] = buffers.terminations & taken
+        block.truncations[step] = buffers.truncations & taken
         done = block.terminations[step] | block.truncations[step]
         is_same_step = self._mode is AutoresetMode.SAME_STEP
         if (infos or is_same_step) and np.count_nonzero(done):
@@ -264,7 +279,7 @@ class Collector:
             self._starts = np.zeros(self._rows, np.bool_)
             self._pending = self._pending | done
 
-    def _keep_probes(self, block: Block, number: int) -> None:
+    def _keep_probes(self, block: RolloutBuffers, number: int) -> None:
         if self._num_probes:
             num_steps = len(block.rewards)
             indices = choose_probes(
@@ -276,7 +291,7 @@ class Collector:
             self._probes[number] = take_probes(indices, observations, block.states or None)
 
     def _checked_actions(self, decision: Decision) -> list[NDArray[Any]]:
-        """Return one array a leaf, in exactly the action space's dtype and shape."""
+        """Return one array per leaf, in exactly the action space's dtype and shape."""
         try:
             parts = self._actions.flatten(decision.action)
         except (KeyError, IndexError, TypeError) as error:

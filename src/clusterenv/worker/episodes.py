@@ -38,6 +38,10 @@ class EpisodeLedger:
         self._lengths[rows] = 0
         self._is_whole[rows] = True
 
+    def spoil(self, rows: NDArray[np.bool_]) -> None:
+        """Note that something of these environments' episodes was not seen: they are not reported."""
+        self._is_whole[rows] = False
+
     def add(self, rewards: NDArray[np.float64], taken: NDArray[np.bool_], done: NDArray[np.bool_]) -> Finished:
         """Count steps: those of a whole rollout in one go, for between environments that empty the caches all is slow.
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
+import time
 
 log = logging.getLogger(__name__)
+
+# A scheduler signals all processes of a job, and the guardian passes on what it gets: that is one request, not two.
+_SAME_REQUEST_S = 1.0
+
+
+class Left(SystemExit):
+    """This worker was asked twice to go. Unlike a SystemExit that an environment raises, it ends the worker."""
 
 
 class Leave:
@@ -18,6 +25,7 @@ class Leave:
 
     def __init__(self) -> None:
         self.status = 0
+        self._asked_at = 0.0
 
     @property
     def is_wanted(self) -> bool:
@@ -26,7 +34,9 @@ class Leave:
 
     def on_signal(self, signum: int, frame: object) -> None:
         """Take a signal."""
-        if self.is_wanted:
-            sys.exit(self.status)
-        self.status = 128 + signum
-        log.warning("%s: this worker ends when it has answered", signal.Signals(signum).name)
+        now = time.monotonic()
+        if not self.is_wanted:
+            self.status, self._asked_at = 128 + signum, now
+            log.warning("%s: this worker ends when it has answered", signal.Signals(signum).name)
+        elif now - self._asked_at >= _SAME_REQUEST_S:
+            raise Left(self.status)

@@ -6,85 +6,110 @@ import gc
 import logging
 import os
 import socket as sockets
-import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
 
-import gymnasium as gym
+from numpy.typing import NDArray
 
 from clusterenv.wire import values
 from clusterenv.wire.arrays import allocate, carver
-from clusterenv.wire.assignment import Assignment
-from clusterenv.wire.channel import Channel
+from clusterenv.wire.assignment import Assignment, RunSpaces
+from clusterenv.wire.buffers import StepBuffers
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.link import Link
 from clusterenv.wire.messages import (
     PROTOCOL,
     Assign,
-    EndStream,
-    Failed,
+    Cancel,
+    Collect,
+    Decide,
     Join,
     Load,
+    Made,
     Ping,
     Ready,
     Refused,
+    Register,
+    Registered,
     Returned,
+    Serve,
     Step,
     Stop,
-    Stream,
+    Where,
 )
-from clusterenv.wire.planes import Planes
-from clusterenv.wire.shared import WorkerDesk, open_offer, planes_memory
+from clusterenv.wire.shared import BELL_BYTES, WorkerMailbox, open_offer
 from clusterenv.wire.ticket import Ticket
 from clusterenv.wire.versions import installed_versions
-from clusterenv.wire.zeromq import WorkerSocket
-from clusterenv.worker.answers import Answers, ShardRequest, unpickle
-from clusterenv.worker.leave import Leave
-from clusterenv.worker.shard import Shard
-from clusterenv.worker.watchdog import Watchdog
+from clusterenv.wire.zeromq import Keys, WorkerSocket
+from clusterenv.worker.channel import Channel
+from clusterenv.worker.env_host import Pair
+from clusterenv.worker.failures import culprit_of, describe_failure
+from clusterenv.worker.guardian import Guardian
+from clusterenv.worker.handler import Handler, ShardRequest
+from clusterenv.worker.head_watch import HeadWatch
+from clusterenv.worker.leave import Leave, Left
+from clusterenv.worker.making import describe_envs, for_travel
+from clusterenv.worker.progress import Progress
+from clusterenv.worker.shard import Shard, unpickle
 
 log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 1.0  # How often an idle worker checks that its head still lives.
 
 
-def run_worker(ticket: Ticket, worker_index: int, leave: Leave) -> None:
+def run_worker(ticket: Ticket, worker_index: int, leave: Leave, guardian: Guardian | None) -> None:
     """Join the head and serve it until it says stop or is gone, or this worker is asked to leave.
 
     The head knows a worker by its connection. If that is lost while the head lives on, the worker's environments are
-    lost to the head too: the worker throws them away and joins again, as if new.
+    lost to the head too: the worker throws them away and joins again, as if new, but with the same key.
     """
-    while _serve_once(ticket, worker_index, leave):
+    keys = Keys.make()
+    while _serve_once(ticket, keys, worker_index, leave, guardian):
         log.warning("the connection to the head was lost: worker %d joins again, as a new one", worker_index)
 
 
-def _serve_once(ticket: Ticket, worker_index: int, leave: Leave) -> bool:
+def _serve_once(ticket: Ticket, keys: Keys, worker_index: int, leave: Leave, guardian: Guardian | None) -> bool:
     """Serve as long as one connection lasts; returns whether to try another."""
     socket = WorkerSocket(ticket)
-    watchdog = Watchdog(Link(socket.events, ticket), ticket.parent_pid, socket.end_events)
-    worker = _Worker(watchdog, Channel(socket), worker_index, leave)
+    progress = Progress()
+    head_watch = HeadWatch(Link(socket.events, ticket), ticket, guardian, progress, socket.end_events)
+    channel = Channel(socket)
+    worker = _Worker(head_watch, progress, channel, worker_index, leave, on_registered=lambda: socket.use(keys))
     try:
-        worker.join()
+        channel.send(Register(PROTOCOL, worker_index, keys.public))
         worker.serve()
     finally:
         try:
             worker.close()
         finally:
-            watchdog.stop()
+            head_watch.stop()
             socket.close(linger_s=1.0)
     return worker.was_cut_off
 
 
 class _Worker:
-    def __init__(self, watchdog: Watchdog, channel: Channel, worker_index: int, leave: Leave) -> None:
+    def __init__(
+        self,
+        head_watch: HeadWatch,
+        progress: Progress,
+        channel: Channel,
+        worker_index: int,
+        leave: Leave,
+        on_registered: Callable[[], None],
+    ) -> None:
         self.was_cut_off = False
+        self._on_registered = on_registered
         self._leave = leave
-        self._watchdog = watchdog
+        self._head_watch = head_watch
+        self._progress = progress
         self._channel = channel
+        self._assignment: Assignment | None = None
         self._shard: Shard | None = None
-        self._answers: Answers | None = None
-        self._start = 0
+        self._handler: Handler | None = None
         self._worker_index = worker_index
 
-    def join(self) -> None:
+    def _join(self) -> None:
+        self._on_registered()
         self._channel.send(Join(PROTOCOL, self._worker_index, os.getpid(), sockets.gethostname(), installed_versions()))
 
     def serve(self) -> None:
@@ -93,91 +118,116 @@ class _Worker:
             if isinstance(request, Step):  # First: it comes most often.
                 self._answer(request)
             elif request is None:
-                if self._watchdog.head_is_gone:
+                if self._head_watch.head_is_gone:
                     return
-                if self._watchdog.connection_was_lost:
+                if self._head_watch.connection_was_lost:
                     self.was_cut_off = True
                     return
             elif isinstance(request, Stop):
                 return
             elif isinstance(request, Refused):
                 raise SystemExit(f"The head refused this worker: {request.reason}")
+            elif isinstance(request, Registered):
+                self._join()
             elif isinstance(request, Assign):
-                self._take(request)
-            elif isinstance(request, Stream):
+                self._make(request)
+            elif isinstance(request, Serve):
+                self._begin_service(request)
+            elif isinstance(request, Cancel):
                 self._channel.send(Returned(request.call, values.dumps([])))
-                self._channel.stream(True)
-            elif isinstance(request, EndStream):
-                self._channel.send(Returned(request.call, values.dumps([])))
-                self._channel.stream(False)
             elif isinstance(request, Load):
-                assert self._answers is not None, "the head assigns before it asks"
-                self._answers.load(request.version, self._channel.weights)
+                assert self._handler is not None, "the head assigns before it asks"
+                self._handler.load_for_next(request.version, self._channel.weights)
             elif not isinstance(request, Ping):
                 self._answer(request)
 
     def close(self) -> None:
         if self._shard is not None:
-            self._shard.host.close()
+            self._shard.close()
 
-    def _take(self, request: Assign) -> None:
-        """Make the shard's environments, and only then switch to shared memory: errors come over the socket."""
-        self._start = request.start
+    def _make(self, request: Assign) -> None:
+        self._progress.is_busy = True
         try:
-            assignment: Assignment = unpickle(request.code)
-            _register(assignment.registry)
+            self._assignment = assignment = unpickle(request.code)
+            self._shard = Shard(assignment)
+            description = values.dumps(for_travel(describe_envs(self._shard.make())))
+        except Left:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a user's constructor may raise anything; it is reported
+            self._send_failure(request.call, error, "factory")
+        else:
+            self._channel.send(Made(request.call, description))
+        finally:
+            self._progress.is_busy = False
+
+    def _begin_service(self, request: Serve) -> None:
+        """Lay out the buffers, and only then switch to shared memory: errors come over the socket."""
+        assignment, shard, channel = self._assignment, self._shard, self._channel
+        assert assignment is not None, "the head assigns before it asks"
+        assert shard is not None, "as above"
+        try:
+            spaces: RunSpaces = unpickle(request.spaces)
             memory = None if request.memory is None else open_offer(request.memory)
-            planes = _lay_planes(assignment, memory, request.start, request.stop)
-            self._shard = Shard(assignment, planes)
-            desk = None if memory is None else WorkerDesk(memory, self._worker_index)
-            names = None if desk is None else desk.names
-            self._answers = Answers(assignment, self._shard, planes, self._channel.send, names=names)
-            self._shard.host.open()
-        except Exception as error:  # noqa: BLE001 - a user's constructor may raise anything; it is reported
-            self._channel.send(self._failure(request.call, error))
+            mailbox_memory = None if request.mailbox is None or memory is None else open_offer(request.mailbox)
+            if mailbox_memory is None:
+                memory = None
+            pair = _lay_buffers(assignment, spaces, memory)
+            shard.serve(spaces, pair, self._tick)
+            mailbox = None
+            if memory is not None and mailbox_memory is not None:
+                mailbox = WorkerMailbox(mailbox_memory, memory)
+            names = None if mailbox is None else mailbox.names
+            self._handler = Handler(assignment, shard, channel.send, self._tick, names=names)
+        except Exception as error:  # noqa: BLE001 - a user's space may raise anything; it is reported
+            self._send_failure(request.call, error, "factory")
             return
         # What lives now lives as long as the worker: the collector need not walk it at every generation.
         gc.collect()
         gc.freeze()
-        self._channel.send(Ready(request.call, shares_memory=memory is not None))
-        self._channel.use(planes.actions, desk)
-        self._channel.stream(request.streams)
+        channel.send(Ready(request.call, shares_memory=mailbox is not None))
+        channel.use(pair[0].actions, mailbox)
 
     def _answer(self, request: ShardRequest) -> None:
-        assert self._answers is not None, "the head assigns before it asks"
+        handler, progress = self._handler, self._progress
+        assert handler is not None, "the head assigns before it asks"
+        progress.is_busy = True
         try:
-            reply, arrays = self._answers.answer(request, self._channel.weights)
-        except Exception as error:  # noqa: BLE001 - a user's environment may raise anything; it is reported
-            self._channel.send(self._failure(request.call, error))
+            reply, arrays = handler.answer(request, self._channel.weights)
+        except Left:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a user's environment may raise anything; it is reported
+            self._report(request, error)
         else:
             self._channel.send(reply, arrays)
+        finally:
+            progress.is_busy = False
+            progress.count += 1
 
-    def _failure(self, call: int, error: Exception) -> Failed:
-        row = None if self._shard is None else self._shard.host.failed_row
-        return Failed(
-            call=call,
-            env_index=None if row is None else self._start + row,
-            type_module=type(error).__module__,
-            type_name=type(error).__qualname__,
-            text=str(error),
-            traceback="".join(traceback.format_exception(error)),
-        )
+    def _report(self, request: ShardRequest, error: BaseException) -> None:
+        """Tell the head of an exception; after a step, with what every environment shows now."""
+        assert self._shard is not None, "the head assigns before it asks"
+        where = culprit_of(request, is_stepping=self._shard.is_stepping)
+        host = self._shard.host
+        if isinstance(request, Step | Decide):
+            host.show_again(request.buffer)
+        is_step = isinstance(request, Step | Decide | Collect)
+        self._send_failure(request.call, error, where, host.buffers.results() if is_step else ())
+
+    def _send_failure(self, call: int, error: BaseException, where: Where, arrays: Iterable[NDArray[Any]] = ()) -> None:
+        row = None if self._shard is None or where == "policy" else self._shard.failed_row
+        start = 0 if self._assignment is None else self._assignment.start
+        env_index = None if row is None else start + row
+        self._channel.send(describe_failure(error, call, env_index=env_index, where=where), arrays)
+
+    def _tick(self) -> None:
+        self._progress.count += 1
+        self._channel.tick()
 
 
-def _register(registry: list[bytes]) -> None:
-    """Make known the environments that were registered on the head only."""
-    for pickled in registry:
-        try:
-            spec = unpickle(pickled)
-        except Exception:
-            log.debug("an environment registered on the head cannot be registered here", exc_info=True)
-        else:
-            gym.registry.setdefault(spec.id, spec)
-
-
-def _lay_planes(assignment: Assignment, memory: memoryview | None, start: int, stop: int) -> Planes:
-    actions, observations = Layout(assignment.action_space), Layout(assignment.observation_space)
+def _lay_buffers(assignment: Assignment, spaces: RunSpaces, memory: memoryview | None) -> Pair:
+    layouts = Layout(spaces.action_space), Layout(spaces.observation_space)
     if memory is None:
-        return Planes.make(actions, observations, stop - start, allocate)
-    make = carver(planes_memory(memory, assignment.num_workers))
-    return Planes.make(actions, observations, assignment.num_envs, make).rows(start, stop)
+        return StepBuffers.make_pair(*layouts, assignment.num_rows, allocate)
+    start, stop = assignment.start, assignment.start + assignment.num_rows
+    first, second = StepBuffers.make_pair(*layouts, assignment.num_envs, carver(memory[BELL_BYTES:]))
+    return first.rows(start, stop), second.rows(start, stop)

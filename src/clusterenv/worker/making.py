@@ -1,7 +1,8 @@
-"""Making: an environment from its factory, checked to be what the head expects."""
+"""Making: environments from their factories, and whether they are what the run expects."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from gymnasium import Env, Space
@@ -9,15 +10,17 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import VectorEnv
 
 from clusterenv.errors import ConfigError
-from clusterenv.wire.assignment import Assignment, EnvFactory
+from clusterenv.wire import spaces as codec
+from clusterenv.wire.assignment import Assignment, EnvFactory, RunSpaces
+
+Made = list[Env[Any, Any]] | VectorEnv[Any, Any, Any]
 
 
-def make_env(factory: EnvFactory, assignment: Assignment) -> Env[Any, Any]:
+def make_env(factory: EnvFactory) -> Env[Any, Any]:
     """Make an environment.
 
     Raises:
-        ConfigError: It is none.
-        RuntimeError: It does not have the spaces the head expects.
+        ConfigError: The factory returned something else.
     """
     env = factory()
     if isinstance(env, VectorEnv):
@@ -27,32 +30,99 @@ def make_env(factory: EnvFactory, assignment: Assignment) -> Env[Any, Any]:
         )
     if not isinstance(env, Env):
         raise ConfigError(f"The factory must return a gymnasium.Env, got {type(env)}.")
-    check_spaces(env.observation_space, env.action_space, assignment)
     return env
 
 
-def check_spaces(observation_space: Space[Any], action_space: Space[Any], assignment: Assignment) -> None:
-    """Check that an environment has the spaces the head expects.
+def make_vector_env(assignment: Assignment) -> VectorEnv[Any, Any, Any]:
+    """Make the native vector environment that is the shard.
+
+    Raises:
+        ConfigError: It is not one, or not of the shard's size, or resets in another mode.
+    """
+    assert not isinstance(assignment.factories, list)
+    env = assignment.factories(assignment.num_rows)
+    if not isinstance(env, VectorEnv):
+        raise ConfigError(f"A NativeVector's callable must return a gymnasium.vector.VectorEnv, got {type(env)}.")
+    if env.num_envs != assignment.num_rows:
+        raise ConfigError(
+            f"The vector environment has {env.num_envs} environments where this worker hosts {assignment.num_rows}. "
+            "Its callable is given that number and must use it."
+        )
+    mode = env.metadata.get("autoreset_mode")
+    if mode is not None and mode != assignment.autoreset_mode:
+        raise ConfigError(
+            f"{env} resets in mode {mode}, not {assignment.autoreset_mode}: pass ClusterEnv(autoreset_mode={mode})."
+        )
+    return env
+
+
+def describe_envs(made: Made) -> dict[str, Any]:
+    """Say what environments are like: their observation spaces (one if all are equal), action space and attributes."""
+    if isinstance(made, VectorEnv):
+        first: Any = made
+        observation_spaces, action_space = [made.single_observation_space], made.single_action_space
+    else:
+        first = made[0]
+        observation_spaces, action_space = [env.observation_space for env in made], first.action_space
+        if all(space == observation_spaces[0] for space in observation_spaces[1:]):
+            del observation_spaces[1:]
+    return {
+        "observation_spaces": observation_spaces,
+        "action_space": action_space,
+        "metadata": dict(first.metadata),
+        "render_mode": first.render_mode,
+    }
+
+
+def check_spaces(observation_space: Space[Any], action_space: Space[Any], wanted: RunSpaces) -> None:
+    """Check that an environment has the spaces of the run.
 
     Raises:
         RuntimeError: It has not; worded as Gymnasium words it.
     """
-    wanted = assignment.observation_space
-    if assignment.must_equal and observation_space != wanted:
+    single = wanted.observation_space
+    if wanted.must_equal and observation_space != single:
         raise RuntimeError(
             "ClusterEnv(..., observation_mode='same') however the sub-environments observation spaces are not "
             "equivalent. "
-            f"single_observation_space={wanted}, sub-environment observation_space={observation_space}. "
+            f"single_observation_space={single}, sub-environment observation_space={observation_space}. "
             "If this is intentional, use `observation_mode='different'` instead."
         )
-    if not assignment.must_equal and not is_space_dtype_shape_equiv(observation_space, wanted):
+    if not wanted.must_equal and not is_space_dtype_shape_equiv(observation_space, single):
         raise RuntimeError(
             "ClusterEnv(..., observation_mode='different' or custom space) however the sub-environments observation "
-            f"spaces do not share a common shape and dtype, single_observation_space={wanted}, "
+            f"spaces do not share a common shape and dtype, single_observation_space={single}, "
             f"sub-environment observation_space={observation_space}"
         )
-    if action_space != assignment.action_space:
+    if action_space != wanted.action_space:
         raise RuntimeError(
             "Sub-environment action space doesn't make the `single_action_space`, "
-            f"action_space={action_space}, single_action_space={assignment.action_space}"
+            f"action_space={action_space}, single_action_space={wanted.action_space}"
         )
+
+
+def make_all(factories: list[EnvFactory], note_row: Callable[[int], None]) -> list[Env[Any, Any]]:
+    """Make a shard's environments in the order of their index; if one fails, those before it are closed."""
+    envs: list[Env[Any, Any]] = []
+    try:
+        for row, factory in enumerate(factories):
+            note_row(row)
+            envs.append(make_env(factory))
+    except BaseException:
+        for env in envs:
+            env.close()
+        raise
+    return envs
+
+
+def for_travel(description: dict[str, Any]) -> dict[str, Any]:
+    """Put None in the place of spaces that are not Gymnasium's own, and so cannot travel."""
+    return {
+        **description,
+        "observation_spaces": [_travelling(space) for space in description["observation_spaces"]],
+        "action_space": _travelling(description["action_space"]),
+    }
+
+
+def _travelling(space: Space[Any]) -> Space[Any] | None:
+    return None if codec.describe(space) is None else space

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sketch import Measurement, Sketch
-from clusterenv.wire.assignment import Assignment
-from clusterenv.wire.block import Block, BlockSpec
+from clusterenv.wire.assignment import Assignment, RunSpaces
+from clusterenv.wire.buffers import RolloutBuffers, RolloutLayout
 from clusterenv.wire.layout import Layout
-from clusterenv.wire.planes import Planes
 from clusterenv.worker.collector import Collector, OnStep
+from clusterenv.worker.env_host import EnvHost, Host, Pair
 from clusterenv.worker.infos import Infos
-from clusterenv.worker.native import make_host
+from clusterenv.worker.making import Made, make_all, make_vector_env
+from clusterenv.worker.vector_host import VectorHost
+
+log = logging.getLogger(__name__)
 
 Weights = Mapping[str, NDArray[Any]]
 
@@ -26,61 +33,99 @@ Weights = Mapping[str, NDArray[Any]]
 class Shard:
     """What can be done with a worker's environments. A head without workers uses one in its own process.
 
+    First `make` the environments, then `serve` them in the buffers of the run.
+
     Attributes:
-        host: The environments; open it first.
-        block_spec: What rollouts look like, once a policy was adopted.
+        failed_row: The row of the environment that raised last, if that is known.
+        rollout_layout: What rollouts look like, once a policy was adopted.
     """
 
-    def __init__(self, assignment: Assignment, planes: Planes) -> None:
-        self.host = make_host(assignment, planes)
-        self.block_spec: BlockSpec | None = None
+    host: Host
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.rollout_layout: RolloutLayout | None = None
         self._assignment = assignment
-        self._planes = planes
+        self._made: Made | None = None
+        self._making_row: int | None = None
         self._is_at_start = True  # Whether no environment was stepped since all were reset.
         self._policy_seed: int | None = None
         self._collector: Collector | None = None
 
-    def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> Infos:
+    @property
+    def failed_row(self) -> int | None:
+        """The row of the environment that raised last, if that is known."""
+        return self.host.failed_row if hasattr(self, "host") else self._making_row
+
+    def make(self) -> Made:
+        """Make the environments, and return them."""
+        _register(self._assignment.registry)
+        factories = self._assignment.factories
+        if isinstance(factories, list):
+            self._made = make_all(factories, self._note_row)
+        else:
+            self._made = make_vector_env(self._assignment)
+        self._making_row = None
+        return self._made
+
+    def serve(self, spaces: RunSpaces, pair: Pair, tick: Callable[[], None] = lambda: None) -> None:
+        """Host the environments, which fill these buffers.
+
+        Args:
+            spaces: Of the run.
+            pair: The shard's rows of the two step buffers.
+            tick: Told of each environment that was reset.
+        """
+        assert self._made is not None, "they were made"
+        self._spaces = spaces
+        if isinstance(self._made, VectorEnv):
+            self.host = VectorHost(self._made, self._assignment, spaces, pair, tick)
+        else:
+            self.host = EnvHost(self._made, self._assignment, spaces, pair, tick)
+
+    def close(self) -> None:
+        """Close the environments that were made."""
+        if hasattr(self, "host"):
+            self.host.close()
+        elif isinstance(self._made, VectorEnv):
+            self._made.close()
+        else:
+            for env in self._made or ():
+                env.close()
+
+    def reset(
+        self, buffer: int, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None
+    ) -> Infos:
         """Reset all environments, or those in the mask. A seed for all also seeds the policy."""
-        infos = self.host.reset(seeds, mask, options)
+        infos = self.host.reset(buffer, seeds, mask, options)
         if mask is None:
             self._is_at_start = True
-            # The policy's choices follow from the environments' seed, yet not by the same numbers.
-            first = seeds[0]
-            self._policy_seed = None if first is None else int(np.random.SeedSequence((first, 1)).generate_state(1)[0])
+            self._policy_seed = _policy_seed(seeds[0])
         if self._collector is not None:
             rows = np.ones(len(seeds), np.bool_) if mask is None else np.array(mask, np.bool_)
             self._collector.restart(rows, self._policy_seed if mask is None else None)
         return infos
 
-    def step(self, actions: Iterable[Any] | None) -> Infos:
-        """Step every environment once with the given actions, or those in the planes."""
-        infos = self.host.step(actions)
+    def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
+        """Begin new episodes in the place of those that were lost with another worker; see `Host.resume`."""
+        self.host.resume(buffer, seeds, seen, ended)
+        self._policy_seed = _policy_seed(seeds[0])
+
+    def step(self, buffer: int, actions: Iterable[Any] | None) -> Infos:
+        """Step every environment once with the given actions, or those in the buffers."""
+        try:
+            infos = self.host.step(buffer, actions)
+        except BaseException:
+            if self._collector is not None:
+                self._collector.resume_after_error()
+            raise
         self._is_at_start = False
         if self._collector is not None:
             self._collector.account()
         return infos
 
-    def truncate(self, seen: Sequence[NDArray[Any] | None]) -> None:
-        """Take all episodes for truncated: those of a lost worker, that this one has replaced.
-
-        The new ones begin by the rules of the autoreset mode; in SAME_STEP mode they have begun already.
-
-        Args:
-            seen: The last observations as the learner saw them, one array a leaf, None for leaves of objects.
-        """
-        if self._assignment.autoreset_mode is AutoresetMode.SAME_STEP:
-            return
-        for plane, leaf in zip(self._planes.observations, seen, strict=True):
-            if plane is not None:
-                plane[...] = leaf
-        self.host.truncate()
-        if self._collector is not None:
-            self._collector.truncate()
-
     def adopt(
         self, policy: Policy, version: int, weights: Weights, num_probes: int, values: Mapping[str, Any]
-    ) -> BlockSpec:
+    ) -> RolloutLayout:
         """Put a policy beside the environments, in place of an earlier one, and find out what it returns.
 
         Args:
@@ -90,13 +135,12 @@ class Shard:
             num_probes: How many observations of each rollout to keep for `measure`.
             values: Per-call values to try it with.
         """
-        assignment = self._assignment
+        spaces = self._spaces
         collector = self._collector or Collector(
             policy,
             self.host,
-            self._planes,
-            (assignment.observation_space, assignment.action_space),
-            assignment.autoreset_mode,
+            (spaces.observation_space, spaces.action_space),
+            self._assignment.autoreset_mode,
             is_at_start=self._is_at_start,
         )
         collector.replace(policy, num_probes=num_probes)
@@ -105,9 +149,14 @@ class Shard:
         if self._policy_seed is not None:
             policy.seed(self._policy_seed)
         self._collector = collector
-        layouts = Layout(assignment.action_space), Layout(assignment.observation_space)
-        self.block_spec = BlockSpec(*layouts, tuple(extras), tuple(states))
-        return self.block_spec
+        layouts = Layout(spaces.action_space), Layout(spaces.observation_space)
+        self.rollout_layout = RolloutLayout(*layouts, tuple(extras), tuple(states))
+        return self.rollout_layout
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether what a policy's step or rollout was at last were the environments, and not the policy."""
+        return self._collector is not None and self._collector.is_stepping
 
     @property
     def policy_version(self) -> int:
@@ -122,17 +171,22 @@ class Shard:
         """Estimate how far the policy is from the sketched one."""
         return self._policy().measure(sketch, number)
 
-    def decide(self, values: Mapping[str, Any]) -> Infos:
+    def decide(self, buffer: int, values: Mapping[str, Any]) -> Infos:
         """Let the policy choose actions, and step every environment once."""
-        infos = self._policy().decide(values)
+        with self._resuming_after_errors():
+            infos = self._policy().decide(buffer, values)
         self._is_at_start = False
         return infos
 
     def collect(
-        self, block: Block, number: int, values: Mapping[str, Any], on_step: OnStep | None = None
+        self, block: RolloutBuffers, number: int, values: Mapping[str, Any], on_step: OnStep | None = None
     ) -> dict[str, Any]:
-        """Fill a block with a rollout; returns its summary."""
-        summary = self._policy().collect(block, number, values, on_step)
+        """Fill buffers with a rollout; returns its summary."""
+        collector = self._policy()
+        if self.host.start_over():
+            collector.restart(np.ones(self._assignment.num_rows, np.bool_), None)
+        with self._resuming_after_errors():
+            summary = collector.collect(block, number, values, on_step)
         self._is_at_start = False
         return summary
 
@@ -140,3 +194,36 @@ class Shard:
         if self._collector is None:
             raise PolicyError("No policy was sent to this worker.")
         return self._collector
+
+    @contextlib.contextmanager
+    def _resuming_after_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self.is_stepping and self._collector is not None:
+                self._collector.resume_after_error()
+            raise
+
+    def _note_row(self, row: int) -> None:
+        self._making_row = row
+
+
+def unpickle(data: bytes) -> Any:
+    """Read code and arguments. Only a worker does this, and only with what its head sent over the encrypted channel."""
+    return pickle.loads(data)  # noqa: S301 - see above
+
+
+def _policy_seed(first: int | None) -> int | None:
+    """Let the policy's choices follow from the environments' seed, yet not by the same numbers."""
+    return None if first is None else int(np.random.SeedSequence((first, 1)).generate_state(1)[0])
+
+
+def _register(registry: list[bytes]) -> None:
+    """Make known the environments that were registered on the head only."""
+    for pickled in registry:
+        try:
+            spec = unpickle(pickled)
+        except Exception:
+            log.debug("an environment registered on the head cannot be registered here", exc_info=True)
+        else:
+            gym.registry.setdefault(spec.id, spec)

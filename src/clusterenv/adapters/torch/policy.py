@@ -1,31 +1,55 @@
-"""A torch module as a policy."""
+"""A torch module as a policy: read as it is, by what its `forward` returns, or by its user's functions."""
 
 from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
 
+import numpy as np
 import torch
+from torch import distributions as td
 from torch import nn
 
-from clusterenv.adapters.torch.evaluation import Randomness
-from clusterenv.adapters.torch.method import MethodReading
-from clusterenv.adapters.torch.reading import (
-    OUTPUTS,
-    ForwardReading,
-    FunctionReading,
-    Functions,
-    Output,
+from clusterenv.adapters.torch.actor_critic import ActorCritic
+from clusterenv.adapters.torch.fast_path import Mlp, compile_mlp, is_pure
+from clusterenv.adapters.torch.module import (
+    ChangeDetector,
+    Evaluation,
     Prepare,
-    Reading,
+    Randomness,
+    as_array,
+    as_arrays,
+    as_column,
+    as_floats,
+    as_state,
+    as_tensors,
+    load_weights,
+    perturbed_copy,
+    read_weights,
+    strip,
+    unwrap,
 )
-from clusterenv.adapters.torch.structure import Stamper, load_weights, read_weights, strip, unwrap
 from clusterenv.errors import ConfigError, PolicyError
-from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution
-from clusterenv.policy.policy import Decision, State, Tree
+from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution, Floats
+from clusterenv.policy.families import (
+    Bernoulli,
+    Categorical,
+    Deterministic,
+    DiagonalGaussian,
+    MultiCategorical,
+    QValues,
+    SquashedGaussian,
+)
+from clusterenv.policy.policy import Decision, Signature, State, Tree, draw
 from clusterenv.policy.weights import Weights
 
+Output: TypeAlias = Literal["logits", "q", "action", "gaussian", "squashed"]
+
+_Inference: TypeAlias = "ActorCritic | _FunctionInference | _ForwardInference"  # The ways to act with a module.
+_OUTPUTS: tuple[Output, ...] = get_args(Output)
 _Q_NETWORK = re.compile(r"^Q(?![a-z])|Q_?Net|DQN")
 
 
@@ -34,26 +58,26 @@ class TorchPolicy:
 
     Understood as they are: agents with CleanRL's `get_action_and_value` (discrete, continuous, recurrent), agents
     whose `forward` returns `(action, logprob, entropy, value)` and that have an `actor`, CleanRL's SAC actor
-    (`get_action`), and modules called Q-something whose `forward` returns Q-values. Anything else says what its
-    `forward` returns (`output`), or gives functions; they take the module and the observations as tensors, and, by
-    name, `state` and per-call values.
+    (`get_action`), and modules named like a Q-network whose `forward` returns Q-values. For any other module, say what
+    its `forward` returns (`output`), or give functions. Functions take the module and the observations as tensors and,
+    by name, `state` and per-call values.
 
-    Observations become tensors of the module's dtype. The module acts in the mode, train or eval, in which it is when
-    it is first sent. Pickling leaves the weights out: they travel by themselves.
+    Observations become tensors of the module's dtype. On workers the module stays in the mode, train or eval, that it
+    had when it was first sent. Pickling leaves out the weights, which are sent separately.
 
     Args:
-        module: The agent; never written to here, except by `load`.
+        module: The agent; only `load` writes to it.
         output: What `forward` returns: "logits" or "q" `[n, actions]`, "action" (deterministic), or a pair
-            `(mean, log_std)` of a "gaussian" or a "squashed" one.
+            `(mean, log_std)` of a "gaussian" or "squashed" Gaussian.
         act: Returns the actions, or a dict with "action", whatever else the learner wants, and "state" if recurrent.
-        distribution: Returns a torch distribution, or a list of Categoricals for MultiDiscrete actions. Enough by
-            itself.
-        value: Returns the value of each state, beside `distribution`.
+        distribution: Returns a torch distribution, or a list of Categoricals for MultiDiscrete actions. Sufficient on
+            its own.
+        value: Returns the value of each state, in addition to `distribution`.
         initial_state: From the number of environments to a dict of tensors `[n, ...]`.
-        prepare: From observations in numpy to what the module takes, if the usual conversion will not do.
+        prepare: From numpy observations to what the module takes, if the usual conversion will not do.
 
     Raises:
-        PolicyError: It cannot be told how the module chooses actions.
+        PolicyError: It is unclear how the module chooses actions.
     """
 
     def __init__(
@@ -70,63 +94,60 @@ class TorchPolicy:
         if not isinstance(module, nn.Module):
             raise PolicyError(f"TorchPolicy takes an nn.Module, got a {type(module).__name__}.")
         self.module = unwrap(module)
-        self._functions = Functions(act, distribution, value, initial_state)
+        self._functions = _Functions(act, distribution, value, initial_state)
         self._output = output
         self._prepare = prepare
-        self._reading = self._read(is_own=False)
-        self._stamper = Stamper(self.module)
+        self._inference = self._choose_inference(is_owned=False)
+        self._changes = ChangeDetector(self.module)
         self._randomness = Randomness()
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
-        """Decide for every environment of a batch."""
-        return self._reading.act(obs, state, call, self._randomness)
+        return self._inference.act(obs, state, call, self._randomness)
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
-        """Return the action distributions on a batch; None if they cannot be read off the module."""
-        return self._reading.distribution(obs, state)
+        """Return the action distributions on a batch; None if they cannot be read from the module."""
+        return self._inference.distribution(obs, state)
 
     def weights(self) -> dict[str, Array]:
         """Return parameters and persistent buffers; on a CPU they are the module's own memory."""
         return read_weights(self.module)
 
     def load(self, weights: Weights) -> None:
-        """Overwrite parameters and persistent buffers in place."""
         load_weights(self.module, weights)
 
     def stamp(self) -> Hashable:
         """Return a value that changes with the weights, however they are written."""
-        return self._stamper.stamp()
+        return self._changes.stamp()
 
     def seed(self, seed: int) -> None:
         """Seed this policy's own generators; torch's global one is left alone."""
         self._randomness = Randomness(seed)
 
     def initial_state(self, num_envs: int) -> State | None:
-        """Return the recurrent state at an episode's start."""
-        return self._reading.initial_state(num_envs)
+        return self._inference.initial_state(num_envs)
 
     def __reduce__(self) -> tuple[Callable[[bytes], TorchPolicy], tuple[bytes]]:
-        """Pickle the structure without the weights, on the CPU."""
-        # Together, so that a function which mentions the module means the same one afterwards.
+        """Pickle the structure without the weights, for the CPU."""
+        # Together, so that a function that refers to the module still refers to the same one afterwards.
         return _rebuild, (strip((self.module, self._functions, self._output, self._prepare), self.module),)
 
-    def _read(self, *, is_own: bool) -> Reading:
+    def _choose_inference(self, *, is_owned: bool) -> _Inference:
         module, functions = self.module, self._functions
         if functions.act is not None or functions.distribution is not None:
-            return FunctionReading(module, functions, self._prepare)
+            return _FunctionInference(module, functions, self._prepare)
         if functions.value is not None or functions.initial_state is not None:
-            raise ConfigError("TorchPolicy(value=..., initial_state=...) need act=... or distribution=... beside them.")
-        if self._output is not None and self._output not in OUTPUTS:
-            raise ConfigError(f"TorchPolicy(output=...) must be one of {', '.join(OUTPUTS)}; got {self._output!r}.")
+            raise ConfigError("TorchPolicy(value=..., initial_state=...) also needs act=... or distribution=....")
+        if self._output is not None and self._output not in _OUTPUTS:
+            raise ConfigError(f"TorchPolicy(output=...) must be one of {', '.join(_OUTPUTS)}; got {self._output!r}.")
         if self._output is None:
             if callable(getattr(module, "get_action_and_value", None)):
-                return MethodReading(module, "get_action_and_value", self._prepare, is_own)
+                return ActorCritic(module, "get_action_and_value", self._prepare, is_owned)
             if isinstance(getattr(module, "actor", None), nn.Module) and _has_forward(module):
-                return MethodReading(module, "forward", self._prepare, is_own)
+                return ActorCritic(module, "forward", self._prepare, is_owned)
         output = self._output or _guess_output(module)
         if output is None:
             raise PolicyError(_unreadable(module))
-        return ForwardReading(module, output, self._prepare, is_own)
+        return _ForwardInference(module, output, self._prepare, is_owned)
 
 
 def _rebuild(structure: bytes) -> TorchPolicy:
@@ -134,8 +155,221 @@ def _rebuild(structure: bytes) -> TorchPolicy:
     module, functions, output, prepare = pickle.loads(structure)  # noqa: S301  # called by unpickling
     module.requires_grad_(False)
     policy = TorchPolicy(module, output=output, prepare=prepare, **vars(functions))
-    policy._reading = policy._read(is_own=True)
+    policy._inference = policy._choose_inference(is_owned=True)
     return policy
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """What a user writes for a module that cannot be understood as it is."""
+
+    act: Callable[..., object] | None = None
+    distribution: Callable[..., object] | None = None
+    value: Callable[..., torch.Tensor] | None = None
+    initial_state: Callable[[int], dict[str, torch.Tensor]] | None = None
+
+
+class _FunctionInference:
+    """Acts by the user's functions."""
+
+    def __init__(self, module: nn.Module, functions: _Functions, prepare: Prepare | None) -> None:
+        self._module = module
+        self._functions = functions
+        self._evaluation = Evaluation(module)
+        self._prepare = prepare or self._evaluation.tensors
+        self._act = None if functions.act is None else Signature(functions.act, 2, "state")
+        self._distribution = None if functions.distribution is None else Signature(functions.distribution, 2, "state")
+
+    def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
+        functions = self._functions
+        if functions.act is None or self._act is None:
+            distribution = self.distribution(obs, state)
+            assert distribution is not None, "TorchPolicy refuses functions with neither act nor distribution"
+            extras: dict[str, Array] = {}
+            if functions.value is not None:
+                with self._evaluation.quiet():
+                    value = functions.value(self._module, self._prepare(obs))
+                    extras["value"] = as_column(value, "value", len(distribution))
+            return draw(distribution, randomness.numpy, call, extras)
+        with self._evaluation.quiet(), randomness.torch():
+            arguments = self._act.bind(self._tensor_state(state), call)
+            return _read_answer(functions.act(self._module, self._prepare(obs), **arguments))
+
+    def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
+        if self._functions.distribution is None or self._distribution is None:
+            return None
+        with self._evaluation.quiet():
+            arguments = self._distribution.bind(self._tensor_state(state), NO_VALUES)
+            return _from_torch(self._functions.distribution(self._module, self._prepare(obs), **arguments))
+
+    def initial_state(self, num_envs: int) -> State | None:
+        make = self._functions.initial_state
+        return None if make is None else as_state(make(num_envs))
+
+    def _tensor_state(self, state: State | None) -> dict[str, torch.Tensor] | None:
+        if state is None:
+            return None
+        parameter = next(self._module.parameters(), torch.empty(0))
+        tensors = {name: as_tensors(array, None, parameter.device) for name, array in state.items()}
+        return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+
+
+class _ForwardInference:
+    """Acts by what `forward` returns; "logits", "q" and "action" may come with a value as second result."""
+
+    def __init__(self, module: nn.Module, output: Output, prepare: Prepare | None, is_owned: bool) -> None:
+        self._module = module
+        self._output = output
+        self._evaluation = Evaluation(module)
+        self._prepare = prepare or self._evaluation.tensors
+        self._may_compile = is_owned and prepare is None and output in ("logits", "q", "action")
+        self._mlp: Mlp | None = None
+
+    def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
+        distribution, extras = self._run(obs)
+        return draw(distribution, randomness.numpy, call, extras)
+
+    def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
+        return self._run(obs)[0]
+
+    def initial_state(self, num_envs: int) -> State | None:
+        return None
+
+    def _run(self, obs: Tree) -> tuple[Distribution, dict[str, Array]]:
+        if self._may_compile:
+            self._may_compile = False
+            self._mlp = self._compile(obs)
+        if self._mlp is not None and isinstance(obs, np.ndarray):
+            return self._describe(self._mlp(obs.T.astype(self._mlp.dtype, copy=False)).T, None), {}
+        with self._evaluation.quiet():
+            answer = self._module(self._prepare(obs))
+        first, second = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
+        if not isinstance(first, torch.Tensor):
+            raise PolicyError(
+                f"forward() of {type(self._module).__name__} should return {self._output} as a tensor, "
+                f"got {type(answer).__name__}."
+            )
+        rows = as_floats(first)
+        if self._output in ("gaussian", "squashed") or second is None:
+            return self._describe(rows, second), {}
+        return self._describe(rows, None), {"value": as_column(second, "value", len(rows))}
+
+    def _describe(self, rows: Floats, second: torch.Tensor | None) -> Distribution:
+        match self._output:
+            case "logits":
+                return Categorical(rows)
+            case "q":
+                return QValues(rows)
+            case "action":
+                if hasattr(self._module, "action_scale"):
+                    scale, shift = self._constants()
+                    return Deterministic(rows, scale, shift - scale, shift + scale)
+                return Deterministic(rows)
+            case "gaussian" | "squashed":
+                if second is None:
+                    raise PolicyError(f"A {self._output} policy's forward() should return (mean, log_std).")
+                if self._output == "gaussian":
+                    return DiagonalGaussian(rows, as_floats(second))
+                return SquashedGaussian(rows, as_floats(second), *self._constants())
+
+    def _constants(self) -> tuple[Floats, Floats]:
+        """Return the scale and the shift that CleanRL's continuous agents apply after tanh."""
+        scale, shift = getattr(self._module, "action_scale", 1.0), getattr(self._module, "action_bias", 0.0)
+        return _constant(scale).reshape(-1), _constant(shift).reshape(-1)
+
+    def _compile(self, obs: Tree) -> Mlp | None:
+        """Turn the network into numpy layers if `forward` does nothing but call it."""
+        if not isinstance(obs, np.ndarray) or obs.ndim != 2:
+            return None
+        children = [name for name, _ in self._module.named_children()]
+        if isinstance(self._module, nn.Sequential):
+            path = ""
+        elif len(children) == 1 and is_pure(self._module, "forward", frozenset(children)):
+            path = children[0]
+        else:
+            return None
+        twin = perturbed_copy(self._module)
+        guess = compile_mlp(twin.get_submodule(path))
+        if guess is None:
+            return None
+        with self._evaluation.quiet():
+            truth = twin(Evaluation(twin).tensors(obs))
+        if not isinstance(truth, torch.Tensor) or not np.allclose(
+            guess(obs.T.astype(guess.dtype)).T, truth.numpy(), rtol=1e-3, atol=1e-4
+        ):
+            return None
+        return compile_mlp(self._module.get_submodule(path))
+
+
+def _read_answer(answer: object) -> Decision:
+    """Read what a user's `act` returned: a Decision, a dict with "action" in it, or just the actions."""
+    if isinstance(answer, Decision):
+        return answer
+    if isinstance(answer, torch.Tensor):
+        return Decision(as_array(answer), {})
+    if isinstance(answer, dict) and "action" in answer:
+        extras = {name: as_array(value) for name, value in answer.items() if name not in ("action", "state")}
+        state = as_state(answer["state"]) if "state" in answer else None
+        return Decision(as_arrays(answer["action"]), extras, state)
+    raise PolicyError(
+        "act() should return the actions, or a dict with 'action' and whatever else the learner wants, "
+        f"got {type(answer).__name__}."
+    )
+
+
+def _from_torch(given: object) -> Distribution:
+    """Read what a user's `distribution` returned.
+
+    Args:
+        given: A torch distribution over n states, a sequence of Categoricals (one for each part of a MultiDiscrete
+            action), or one of our own distributions.
+    """
+    if isinstance(given, Distribution):
+        return given
+    if isinstance(given, Sequence) and given and all(isinstance(part, td.Categorical) for part in given):
+        logits = [as_floats(part.logits) for part in given]
+        return MultiCategorical(np.concatenate(logits, axis=1), tuple(part.shape[1] for part in logits))
+    if isinstance(given, td.Independent):
+        return _from_torch(given.base_dist)
+    if isinstance(given, td.Categorical):
+        return Categorical(as_floats(given.logits))
+    if isinstance(given, td.Bernoulli):
+        return Bernoulli(_rows(given.logits))
+    if isinstance(given, td.Normal):
+        return DiagonalGaussian(_rows(given.loc), _rows(given.scale.log()))
+    if isinstance(given, td.TransformedDistribution) and (squashed := _squashed(given)):
+        return squashed
+    raise PolicyError(
+        f"ClusterEnv cannot compare distributions of type {type(given).__name__}. Return a Categorical, a list of "
+        "Categoricals, a Bernoulli, a Normal, or a Normal under TanhTransform (and AffineTransform); or describe it "
+        "yourself with clusterenv.policy.Custom(arrays, compare)."
+    )
+
+
+def _squashed(given: td.TransformedDistribution) -> SquashedGaussian | None:
+    base: object = given.base_dist
+    transforms = list(given.transforms)
+    while isinstance(base, td.Independent):
+        base = base.base_dist
+    if not isinstance(base, td.Normal) or not transforms or not isinstance(transforms[0], td.TanhTransform):
+        return None
+    gaussian = SquashedGaussian(_rows(base.loc), _rows(base.scale.log()))
+    match transforms[1:]:
+        case []:
+            return gaussian
+        case [td.AffineTransform() as affine]:
+            return replace(gaussian, scale=_constant(affine.scale), shift=_constant(affine.loc))
+        case _:
+            return None
+
+
+def _rows(tensor: torch.Tensor) -> Floats:
+    array = as_floats(tensor)
+    return array[:, None] if array.ndim == 1 else array
+
+
+def _constant(value: torch.Tensor | float) -> Floats:
+    return as_floats(value) if isinstance(value, torch.Tensor) else np.asarray(value, np.float32)
 
 
 def _guess_output(module: nn.Module) -> Output | None:
@@ -155,10 +389,10 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _unreadable(module: nn.Module) -> str:
     return f"""Cannot tell how {type(module).__name__} chooses actions: it has no get_action_and_value(), and what its \
-forward() returns has no name. Say it in one line,
+forward() returns is not known. Say so in one line,
 
     from clusterenv.adapters.torch import TorchPolicy
-    policy = TorchPolicy(agent, output="logits")  # or: {", ".join(f'"{output}"' for output in OUTPUTS[1:])}
+    policy = TorchPolicy(agent, output="logits")  # or: {", ".join(f'"{output}"' for output in _OUTPUTS[1:])}
 
 or, for anything else, in three:
 
@@ -166,4 +400,4 @@ or, for anything else, in three:
         distribution=lambda agent, obs: torch.distributions.Categorical(logits=agent.policy_head(obs)),
         value=lambda agent, obs: agent.value_head(obs))
 
-and give `policy` to ClusterEnv where you gave the agent."""
+and give `policy` to ClusterEnv in place of the agent."""

@@ -1,0 +1,1 @@
+"""Comparisons with other libraries and with the bare limits: `step` and `rollout`."""

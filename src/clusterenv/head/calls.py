@@ -1,0 +1,302 @@
+"""Calls: requests to workers, and what comes back. Send a request to a worker; poll for events until a deadline."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import zmq
+from numpy.typing import NDArray
+
+from clusterenv.config import Timeouts
+from clusterenv.errors import WireError
+from clusterenv.head.interrupts import DeferInterrupt
+from clusterenv.head.joining import Joining
+from clusterenv.head.liveness import Liveness
+from clusterenv.head.mailboxes import Mailboxes
+from clusterenv.head.worker import Owed, Worker
+from clusterenv.launchers.base import Fleet
+from clusterenv.wire import messages
+from clusterenv.wire.arrays import fill
+from clusterenv.wire.messages import Collected, Failed, Join, Part, Progress, Register, Reply, Request, Stop
+from clusterenv.wire.rate_limited_log import RateLimitedLog
+from clusterenv.wire.shared import AllMailboxes
+from clusterenv.wire.zeromq import HeadSocket
+
+log = logging.getLogger(__name__)
+
+_FAREWELL_S = 0.5  # What the last words to a worker get to leave, if nobody waits for it to end.
+_LOOK_S = 0.1  # How long to wait at most before looking whether a worker is lost.
+_UPKEEP_CALLS = 1024  # How often to read the socket where workers share memory: strangers' knocks pile up there.
+_ENOUGH = 64  # Messages to take in one poll: whoever talks without end must not keep the head from all else.
+_ROLLOUT_ANSWERS = 1000  # What a rollout counts for, when it is asked whether a worker has been of use.
+
+Accept: TypeAlias = Callable[[Worker, Reply], None]
+Landing: TypeAlias = Callable[[Reply, int], Sequence[NDArray[Any]]]
+
+
+class Joined(NamedTuple):
+    """A worker has come."""
+
+    worker: Worker
+
+
+class Gone(NamedTuple):
+    """A worker is lost."""
+
+    worker: Worker
+    reason: str
+
+
+class Answered(NamedTuple):
+    """A worker has answered; `owed` knows what to do with it."""
+
+    worker: Worker
+    owed: Owed
+    reply: Reply
+
+
+Event: TypeAlias = Joined | Gone | Answered
+
+
+def no_landing(_reply: Reply, _num_parts: int) -> Sequence[NDArray[Any]]:
+    """Expect no arrays with a reply."""
+    return ()
+
+
+class Calls:
+    """Talks to the workers of one run.
+
+    Attributes:
+        mailboxes: Of the workers that share memory.
+        joining: Who may come in.
+        deferred: Puts Ctrl-C off, for whoever sends or deals with several messages that belong together.
+        number: Of the last call.
+        num_plain_steps: How many there were.
+    """
+
+    def __init__(self, socket: HeadSocket, fleet: Fleet, workers: Sequence[Worker], timeouts: Timeouts) -> None:
+        self.mailboxes = Mailboxes(workers)
+        self.joining = Joining(socket, workers)
+        self.deferred = DeferInterrupt()
+        self.number = 0
+        self.num_plain_steps = 0
+        self._socket = socket
+        self._fleet = fleet
+        self._workers = workers
+        self._timeouts = timeouts
+        self._liveness = Liveness(socket, fleet, workers, timeouts)
+        self._looked_at = 0.0
+        self._early: list[Event] = []  # What happened before anybody asked.
+        self._refusals = RateLimitedLog(log)
+
+    @property
+    def endpoint(self) -> str:
+        """Where workers come in."""
+        return self._socket.ticket.endpoint
+
+    def next_number(self) -> int:
+        """Begin a call."""
+        self.number += 1
+        return self.number
+
+    def send(
+        self,
+        worker: Worker,
+        request: Request | bytes,
+        call: int,
+        accept: Accept,
+        *,
+        landing: Landing = no_landing,
+        arrays: Sequence[Any] = (),
+        by_mailbox: bool = False,
+        cancels: bool = False,
+    ) -> None:
+        """Send a worker a request, which it will answer the same way.
+
+        Args:
+            worker: Who.
+            request: What, or its bytes.
+            call: The request's number.
+            accept: Deals with the answer.
+            landing: Where arrays that come with it go.
+            arrays: What a worker that shares no memory gets with the request; weights, if it comes over the socket.
+            by_mailbox: Whether to use the mailbox, if there is one. `Mailboxes.expect` comes first.
+            cancels: Whether its answer settles everything that was asked for before.
+        """
+        frame = request if isinstance(request, bytes) else messages.encode(request)
+        mailbox = worker.mailbox
+        with self.deferred:
+            uses_mailbox = by_mailbox and mailbox is not None
+            worker.owed.append(Owed(call, accept, landing, uses_mailbox, time.monotonic(), cancels))
+            if mailbox is None:
+                self._post(worker, [frame, *arrays])
+            elif not uses_mailbox:
+                self._post(worker, [frame, *arrays])
+                mailbox.announce(None)
+            elif not mailbox.post(frame, call):
+                self._post(worker, [frame])
+                mailbox.announce(call)
+
+    def tell(self, worker: Worker, request: Request, arrays: Sequence[Any]) -> None:
+        """Send a worker something that has no answer."""
+        with self.deferred:
+            self._post(worker, [messages.encode(request), *arrays])
+            if worker.mailbox is not None:
+                worker.mailbox.announce(None)
+
+    def start_plain_step(self, mailboxes: AllMailboxes, buffer: int) -> None:
+        """Start a step with the actions in the buffers, where all workers share memory.
+
+        This is the hot path, and everything that can be left out is: who owes what is noted only if somebody fails.
+        """
+        self.number = call = self.number + 1
+        if not call % _UPKEEP_CALLS:
+            with self.deferred:
+                self._receive(0.0, self._early)
+        self.num_plain_steps += 1
+        mailboxes.start_plain(call, buffer)
+
+    def note_plain_step(self, accept: Accept, since: float) -> None:
+        """Note who owes what after a plain step that takes long, or had other answers than plain ones."""
+        for worker in self._workers:
+            worker.owed.append(Owed(self.number, accept, no_landing, True, since))
+        self.mailboxes.num_awaited += len(self._workers)
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Wait until something happens, for a moment at most; returns what did."""
+        events, self._early = self._early, []
+        timeout_s = min(timeout_s, _LOOK_S)
+        if events:
+            timeout_s = 0.0
+        if self.mailboxes.num_awaited > 0:
+            for worker, reply in self.mailboxes.wait(timeout_s):
+                self._settle_mailbox(worker, reply, events)
+            timeout_s = 0.0
+        self._receive(timeout_s, events)
+        now = time.monotonic()
+        if not events or now - self._looked_at > _LOOK_S:
+            self._looked_at = now
+            for worker, reason in self._liveness.look(now):
+                heard_at = worker.progress_at
+                self._hear_last_words(worker, events)
+                if worker.progress_at != heard_at and worker.cut_at is None and not self._has_ended(worker):
+                    continue  # It was at work while nobody listened.
+                events.append(Gone(worker, f"{reason}. {log_of(self._fleet, worker)}"))
+        return events
+
+    def strike_off(self, worker: Worker) -> None:
+        """Have nothing more to do with a worker that is lost: whatever still comes from it is a stranger's."""
+        self.joining.strike_off(worker)
+        self.mailboxes.drop(worker)
+        worker.owed.clear()
+        worker.cut_at = None
+        if worker.process is not None:
+            worker.process.kill()  # It may be stopped, and would write into shared memory when it goes on.
+
+    def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
+        """End the workers: ask, wait, then insist. May be called again if it was interrupted."""
+        for worker in self._workers:
+            if worker.mailbox is not None:
+                worker.mailbox.stop()
+            if worker.peer is not None:  # By both ways: a worker may be reading either.
+                self._socket.send(worker.peer, [messages.encode(Stop())], waits=False)
+        self._fleet.stop(0.0 if terminate else self._timeouts.close_s if timeout_s is None else timeout_s)
+        with self.deferred:
+            for worker in self._workers:
+                worker.peer = None
+                if worker.process is not None:
+                    worker.process.forget()
+        self._socket.close(0.0 if terminate else _FAREWELL_S)
+
+    def _post(self, worker: Worker, frames: Sequence[Any]) -> None:
+        assert worker.peer is not None, "it is here"
+        if not self._socket.send(worker.peer, frames):
+            self._liveness.suspect(time.monotonic())
+
+    def _receive(self, timeout_s: float | None, events: list[Event]) -> None:
+        """Take what comes from the socket. What is malformed, or from strangers, is logged and harms nobody."""
+        for _ in range(_ENOUGH):
+            received = self._socket.receive(timeout_s)
+            if received is None:
+                return
+            timeout_s = None  # Whatever else lies there, without asking whether.
+            peer, frames = received
+            worker = self.joining.find(peer)
+            try:
+                self._deliver(peer, worker, frames, events)
+            except WireError as error:
+                # As text: a log handler that keeps the error would keep the head by its traceback.
+                self._refusals.warn("refused a message from %s: %s", "a stranger" if worker is None else worker, error)
+
+    def _deliver(self, peer: bytes, worker: Worker | None, frames: Sequence[zmq.Frame], events: list[Event]) -> None:
+        if not frames:
+            raise WireError("a message of far too many frames")
+        reply = messages.decode_reply(frames[0].buffer)
+        if isinstance(reply, Register):
+            self.joining.register(peer, reply)
+        elif isinstance(reply, Join):
+            joined = self.joining.welcome(peer, reply)
+            if joined is not None:
+                events.append(Joined(joined))
+        elif worker is None:
+            raise WireError(f"{type(reply).__name__} from somebody who has not joined")
+        else:
+            self._settle(worker, reply, [frame.buffer for frame in frames[1:]], events)
+
+    def _settle_mailbox(self, worker: Worker, reply: Reply | WireError, events: list[Event]) -> None:
+        """Take what lies in a mailbox. Nobody but its worker can have written that."""
+        try:
+            if isinstance(reply, WireError):
+                raise reply
+            self._settle(worker, reply, (), events)
+        except WireError as error:
+            events.append(Gone(worker, f"it put something malformed into its mailbox: {error}."))
+
+    def _settle(self, worker: Worker, reply: Reply, frames: Sequence[memoryview], events: list[Event]) -> None:
+        """Match an answer with what is owed, and put its arrays into their places."""
+        owed = self._find_owed(worker, reply)
+        is_bare = worker.mailbox is not None or (isinstance(reply, Failed) and not frames)
+        fill(() if is_bare else owed.landing(reply, owed.num_parts), frames)
+        worker.progress_at = time.monotonic()
+        if isinstance(reply, Progress):
+            return
+        if isinstance(reply, Part):
+            owed.num_parts += reply.count
+        else:
+            while owed.cancels and worker.owed[0] is not owed:
+                worker.owed.popleft()
+            worker.owed.remove(owed)
+            self.mailboxes.num_awaited -= owed.by_mailbox
+            worker.num_answers += _ROLLOUT_ANSWERS if isinstance(reply, Collected) else 1
+        events.append(Answered(worker, owed, reply))
+
+    def _has_ended(self, worker: Worker) -> bool:
+        return worker.index in self._fleet.exits()
+
+    def _find_owed(self, worker: Worker, reply: Reply) -> Owed:
+        if isinstance(reply, Register | Join):
+            raise WireError(f"{type(reply).__name__} is not an answer")
+        for owed in worker.owed:
+            if owed.call == reply.call:
+                return owed
+        raise WireError(f"it answers call {reply.call} with {type(reply).__name__}, which it does not owe")
+
+    def _hear_last_words(self, worker: Worker, events: list[Event]) -> None:
+        """Take what a worker has left behind before it is given up."""
+        for _, reply in self.mailboxes.take([worker]):
+            self._settle_mailbox(worker, reply, events)
+        until = time.monotonic() + _LOOK_S
+        while worker.owed and time.monotonic() < until:
+            before = len(events)
+            self._receive(0.0, events)
+            if len(events) == before:
+                return
+
+
+def log_of(fleet: Fleet, worker: Worker) -> str:
+    """Return the end of a worker's log, introduced."""
+    tail = fleet.log_tail(worker.index)
+    return f"The last lines of its log are:\n{tail}\n" if tail else "Its log is empty."

@@ -1,0 +1,217 @@
+"""Joining: who may come in, by which key; who is sent away, and why."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from clusterenv.head.worker import Place, Worker
+from clusterenv.wire import messages
+from clusterenv.wire.messages import PROTOCOL, Join, Ping, Refused, Register, Registered
+from clusterenv.wire.rate_limited_log import RateLimitedLog
+from clusterenv.wire.versions import find_conflict, installed_versions
+from clusterenv.wire.zeromq import HeadSocket
+
+log = logging.getLogger(__name__)
+
+_LAPSE_S = 10.0  # Whoever registers joins at once; after this another process may register in its place.
+
+
+class Outcome(enum.Enum):
+    """What becomes of a wish to register or to join."""
+
+    ACCEPTED = enum.auto()
+    DEFERRED = enum.auto()  # Until the worker that has the place is given up; `Places.give_up` then accepts it.
+    REFUSED = enum.auto()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An outcome and, if it is a refusal, the reason, to be told to the worker."""
+
+    outcome: Outcome
+    reason: str = ""
+
+
+class Places:
+    """The places of a run's workers.
+
+    A place is vacant until somebody registers a public key for it, which takes the run's ticket. From then on it
+    belongs to that key: only its owner can join, and come back after its connection was lost. Once the worker is given
+    up its key is worth nothing, and the place is vacant again.
+
+    Attributes:
+        keys: Whose place each valid key opens. It is always current, and not to be changed by others.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.keys: dict[str, int] = {}
+        self._workers = workers
+
+    def register(self, index: int, key: str, now: float, *, is_cut_off: bool = False) -> Decision:
+        """Decide whether a key gets a place.
+
+        Args:
+            index: The worker whose place is asked for.
+            key: The public key.
+            now: Seconds, of any clock that does not go back.
+            is_cut_off: Whether the worker that has joined there has lost its connection, so that it will be given up.
+        """
+        place = self._find(index)
+        if place is None:
+            return self._no_such_worker(index)
+        if self.keys.get(key, index) != index:
+            return _refuse(f"its key is that of worker {self.keys[key]}")
+        if place.has_joined:
+            if key != place.key and not is_cut_off:
+                return _refuse(f"worker {index} has joined already")
+            place.next_key = key
+            return Decision(Outcome.DEFERRED)
+        if place.key not in (None, key) and now - place.registered_at < _LAPSE_S:
+            return _refuse(f"another process has just registered as worker {index}")
+        self._grant(index, key, now)
+        return Decision(Outcome.ACCEPTED)
+
+    def join(self, index: int, key: str) -> Decision:
+        """Decide whether the holder of a key may join; it then has the place until it is given up."""
+        place = self._find(index)
+        if place is None:
+            return self._no_such_worker(index)
+        if place.has_joined:
+            return _refuse(f"worker {index} has joined already")
+        if place.key != key:
+            return _refuse(f"it has not registered its key as that of worker {index}")
+        place.has_joined = True
+        return Decision(Outcome.ACCEPTED)
+
+    def give_up(self, index: int, now: float) -> bool:
+        """Vacate a place, whatever its state; returns whether a registration that was deferred is accepted by that."""
+        place = self._workers[index].place
+        next_key = place.next_key
+        if place.key is not None:
+            del self.keys[place.key]
+        self._workers[index].place = Place()
+        if next_key is None or next_key in self.keys:
+            return False
+        self._grant(index, next_key, now)
+        return True
+
+    def is_taken(self, index: int) -> bool:
+        """Tell whether somebody has registered for a place, so that nobody else need be started for it."""
+        return self._workers[index].place.key is not None
+
+    def _find(self, index: int) -> Place | None:
+        return self._workers[index].place if 0 <= index < len(self._workers) else None
+
+    def _grant(self, index: int, key: str, now: float) -> None:
+        place = self._workers[index].place
+        if place.key is not None:
+            del self.keys[place.key]
+        place.key, place.registered_at = key, now
+        self.keys[key] = index
+
+    def _no_such_worker(self, index: int) -> Decision:
+        return _refuse(f"there is no worker {index}, this run has {len(self._workers)}")
+
+
+class Joining:
+    """Lets workers in.
+
+    Attributes:
+        misfits: Why workers cannot join that were sent away because of what is installed on their side.
+    """
+
+    def __init__(self, socket: HeadSocket, workers: Sequence[Worker]) -> None:
+        self.misfits: dict[int, str] = {}
+        self._socket = socket
+        self._workers = workers
+        self._versions = installed_versions()
+        self._places = Places(workers)
+        self._by_peer: dict[bytes, Worker] = {}
+        self._refusals = RateLimitedLog(log)
+        socket.authorised = self._places.keys
+
+    def find(self, peer: bytes) -> Worker | None:
+        """Return the worker behind an address, if it has joined."""
+        return self._by_peer.get(peer)
+
+    def is_coming(self, worker: Worker) -> bool:
+        """Tell whether somebody has registered for a worker's place, and so is about to join."""
+        return self._places.is_taken(worker.index)
+
+    def register(self, peer: bytes, register: Register) -> None:
+        """Make a worker's own key known, or tell it why not; or let it wait until its predecessor is given up."""
+        index = register.worker_index
+        if register.protocol != PROTOCOL:
+            self.misfits[index] = reason = _other_protocol(register.protocol)
+            self._refuse(peer, f"a registration as worker {index}", reason)
+            return
+        worker = self._workers[index] if 0 <= index < len(self._workers) else None
+        is_cut_off = worker is not None and self._is_cut_off(worker)
+        decision = self._places.register(index, register.public_key, time.monotonic(), is_cut_off=is_cut_off)
+        if decision.outcome is Outcome.REFUSED:
+            if worker is not None:
+                worker.has_rival = True
+            self._refuse(peer, f"a registration as worker {index}", decision.reason)
+        elif decision.outcome is Outcome.ACCEPTED:
+            self._socket.send(peer, [messages.encode(Registered())], waits=False)
+        elif worker is not None:
+            worker.place.waiting.append(peer)
+
+    def welcome(self, peer: bytes, join: Join) -> Worker | None:
+        """Let a worker in, or tell it why not; returns whom, if anybody has joined by that."""
+        if join.protocol != PROTOCOL:
+            reason = _other_protocol(join.protocol)
+        else:
+            reason = find_conflict(self._versions, join.versions)
+        if reason:
+            self.misfits[join.worker_index] = reason
+        elif (known := self._by_peer.get(peer)) is not None:
+            reason = f"it has joined already, as worker {known.index}"
+        else:
+            reason = self._places.join(join.worker_index, self._socket.key_of(peer)).reason
+        if reason:
+            self._refuse(peer, f"a worker (pid {join.pid} on {join.hostname})", reason)
+            return None
+        worker = self._workers[join.worker_index]
+        worker.peer, worker.pid, worker.hostname = peer, join.pid, join.hostname
+        worker.incarnation += 1
+        self._by_peer[peer] = worker
+        log.info("%s joined", worker)
+        return worker
+
+    def strike_off(self, worker: Worker) -> None:
+        """Have done with a worker: what still comes from it is a stranger's. Who waits for its place may have it."""
+        if worker.peer is not None:
+            del self._by_peer[worker.peer]
+        worker.peer = None
+        worker.has_rival = False
+        *others, last = worker.place.waiting or [b""]
+        is_granted = self._places.give_up(worker.index, time.monotonic())
+        if is_granted and not self._socket.send(last, [messages.encode(Registered())], waits=False):
+            self._places.give_up(worker.index, time.monotonic())  # It did not wait so long.
+        for peer in others:
+            worker.has_rival = True
+            self._refuse(peer, f"a registration as worker {worker.index}", "another process has come after it")
+
+    def _refuse(self, peer: bytes, whom: str, reason: str) -> None:
+        self._refusals.warn("refused %s: %s", whom, reason)
+        self._socket.send(peer, [messages.encode(Refused(reason))], waits=False)
+
+    def _is_cut_off(self, worker: Worker) -> bool:
+        """Whether a worker that has joined is gone, and nobody has noticed yet.
+
+        Then whoever registers is its successor: a job that was requeued while the learner learned.
+        """
+        return worker.peer is not None and not self._socket.send(worker.peer, [messages.encode(Ping())], waits=False)
+
+
+def _other_protocol(protocol: int) -> str:
+    return f"it speaks protocol {protocol}, the head {PROTOCOL}: install the head's clusterenv there"
+
+
+def _refuse(reason: str) -> Decision:
+    return Decision(Outcome.REFUSED, reason)

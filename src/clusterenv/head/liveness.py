@@ -1,0 +1,70 @@
+"""Liveness: which workers are lost: their launcher says so, nothing can be sent to them, or they hang."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from clusterenv.config import Timeouts
+from clusterenv.head.worker import State, Worker
+from clusterenv.launchers.base import Fleet
+from clusterenv.wire import messages
+from clusterenv.wire.messages import Ping
+from clusterenv.wire.zeromq import HeadSocket
+
+_SUSPICION_S = 3.0  # After a connection has ended, how long to go on asking whose it was.
+_LAST_WORDS_S = 1.0  # How long the launcher gets to say how a worker ended whose connection has.
+
+
+class Liveness:
+    """Watches over the workers of one run."""
+
+    def __init__(self, socket: HeadSocket, fleet: Fleet, workers: Sequence[Worker], timeouts: Timeouts) -> None:
+        self._socket = socket
+        self._workers = workers
+        self._fleet = fleet
+        self._timeouts = timeouts
+        self._suspicious_until = 0.0
+
+    def suspect(self, now: float) -> None:
+        """Note that somebody may have gone."""
+        self._suspicious_until = now + _SUSPICION_S
+
+    def look(self, now: float) -> list[tuple[Worker, str]]:
+        """Return the workers that are lost, and why."""
+        exits = self._fleet.exits()
+        self._find_cut_off(now)
+        lost = []
+        for worker in self._workers:
+            if worker.state is not State.LOST and (reason := self._find_loss(worker, exits, now)):
+                lost.append((worker, reason))
+        return lost
+
+    def _find_loss(self, worker: Worker, exits: dict[int, str], now: float) -> str:
+        if worker.index in exits and (worker.cut_at is not None or not worker.has_rival):
+            return f"it ended ({exits[worker.index]}){'' if worker.peer else ' before it joined'}"
+        if worker.cut_at is not None and now - worker.cut_at > _LAST_WORDS_S:
+            return f"its connection was lost (silent for {self._timeouts.silence_s:g} s, or closed)"
+        if worker.mailbox is not None and worker.mailbox.progress != worker.progress:
+            worker.progress, worker.progress_at = worker.mailbox.progress, now
+        if not worker.is_ready or not worker.owed:
+            return ""
+        if now - max(worker.progress_at, worker.owed[0].since) > self._timeouts.call_s:
+            return (
+                f"it hangs: it has finished no step or reset for {self._timeouts.call_s:g} s. "
+                "Timeouts(call_s=...) gives it longer"
+            )
+        return ""
+
+    def _find_cut_off(self, now: float) -> None:
+        """Find out whose connection has ended: ZeroMQ says that one has, and then refuses to send to it."""
+        if self._socket.count_hangups():
+            self.suspect(now)
+        if now > self._suspicious_until:
+            return
+        # Also those that nobody waits for just now: the event is not repeated when somebody does.
+        for worker in self._workers:
+            if worker.peer is None or worker.cut_at is not None:
+                continue
+            # A worker that shares memory does not read its socket for hours: one more ping must not wait for that.
+            if not self._socket.send(worker.peer, [messages.encode(Ping())], waits=False):
+                worker.cut_at = now

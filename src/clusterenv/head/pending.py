@@ -1,0 +1,133 @@
+"""PendingCall: one request to several workers, until each of them has answered it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from clusterenv.errors import WireError
+from clusterenv.head.calls import Calls, Landing, no_landing
+from clusterenv.head.outcome import Outcome
+from clusterenv.head.worker import Worker
+from clusterenv.wire import messages
+from clusterenv.wire.messages import Failed, Part, Reply, Request
+
+Make: TypeAlias = Callable[[int, Worker, int], Request]
+Arrays: TypeAlias = Callable[[Worker], Sequence[Any]]
+Place: TypeAlias = Callable[[Worker, int], Landing]
+
+
+class PendingCall:
+    """What was asked of whom, and what has come.
+
+    A worker that is lost before it has answered is asked again when another one has taken its place.
+
+    Attributes:
+        waiting: Who has not answered, and which of the two step buffers its answer fills.
+        read: Makes of the answers what the caller wants.
+        replies: What the others have said.
+        failed: Those in whose environments or policy something was raised.
+        started_at: When it began.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        workers: Sequence[Worker],
+        make: Make,
+        *,
+        arrays: Arrays = lambda worker: (),
+        place: Place = lambda worker, buffer: no_landing,
+        fills: bool = False,
+        asks_again: bool = True,
+        asks_newcomers: bool = False,
+        read: Callable[[PendingCall], Outcome] = lambda pending: Outcome({}, [], [], []),
+    ) -> None:
+        """Prepare a call; `start` sends it.
+
+        Args:
+            calls: Send it.
+            workers: To whom.
+            make: Makes the request from the call's number, the worker and the step buffer.
+            arrays: What a worker that shares no memory gets with it.
+            place: Where the arrays go that come with the answer.
+            fills: Whether the answer fills the worker's other step buffer, rather than the one it shows.
+            asks_again: Whether to ask one that has taken the place of a lost worker, too.
+            asks_newcomers: Whether to ask everybody who becomes ready meanwhile, also in the place of one that has
+                answered: else it would lack what the others have got.
+            read: Makes of the answers what the caller wants.
+        """
+        self.waiting = {worker: 1 - worker.shown if fills else worker.shown for worker in workers}
+        self.read = read
+        self.replies: dict[Worker, Reply] = {}
+        self.failed: list[tuple[Worker, Failed]] = []
+        self.started_at = time.monotonic()
+        self._calls = calls
+        self._make = make
+        self._arrays = arrays
+        self._place = place
+        self._asks_again = asks_again
+        self._asks_newcomers = asks_newcomers
+
+    def start(self, *, is_same: bool = False) -> None:
+        """Ask those that are ready; the others are asked when they are.
+
+        All requests are made before the first is sent, so that one that cannot be made leaves nothing half begun.
+
+        Args:
+            is_same: Whether the request is the same for all, and need be encoded only once.
+        """
+        present = [worker for worker in self.waiting if worker.is_ready]
+        call = self._calls.next_number()
+        if is_same:
+            frames = [self._encode(call, present[0])] * len(present) if present else []
+        else:
+            frames = [self._encode(call, worker) for worker in present]
+        with self._calls.deferred:
+            self._calls.mailboxes.expect(sum(worker.mailbox is not None for worker in present))
+            for worker, frame in zip(present, frames, strict=True):
+                self._send(worker, frame, call)
+
+    def ask_again(self, worker: Worker) -> None:
+        """Ask a worker that has become ready."""
+        if self._asks_newcomers and worker not in self.waiting:
+            self.replies.pop(worker, None)
+            self.waiting[worker] = worker.shown
+        if worker not in self.waiting:
+            return
+        if not self._asks_again:
+            del self.waiting[worker]
+            return
+        call = self._calls.next_number()
+        frame = self._encode(call, worker)
+        self._calls.mailboxes.expect(worker.mailbox is not None)
+        self._send(worker, frame, call)
+
+    def accept(self, worker: Worker, reply: Reply) -> None:
+        """Take an answer."""
+        if worker not in self.waiting:
+            raise WireError("it has answered this call already")
+        if isinstance(reply, Part):
+            return
+        worker.shown = self.waiting.pop(worker)
+        if isinstance(reply, Failed):
+            self.failed.append((worker, reply))
+        else:
+            self.replies[worker] = reply
+
+    def in_order(self) -> list[tuple[Worker, Reply]]:
+        """Return the answers in the order of the environments."""
+        return sorted(self.replies.items(), key=lambda item: item[0].index)
+
+    def abandon(self) -> None:
+        """Do not ask anybody again: nobody waits for the answers."""
+        self._asks_again = self._asks_newcomers = False
+
+    def _encode(self, call: int, worker: Worker) -> bytes:
+        return messages.encode(self._make(call, worker, self.waiting[worker]))
+
+    def _send(self, worker: Worker, frame: bytes, call: int) -> None:
+        arrays = () if worker.mailbox is not None else self._arrays(worker)
+        landing = self._place(worker, self.waiting[worker])
+        self._calls.send(worker, frame, call, self.accept, landing=landing, arrays=arrays, by_mailbox=True)

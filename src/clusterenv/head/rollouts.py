@@ -1,0 +1,361 @@
+"""Rollouts: brings new versions to the workers, lets them act, and puts together what they made."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from clusterenv.errors import WireError
+from clusterenv.head.failure import blame
+from clusterenv.head.infos import checked_errors
+from clusterenv.head.outcome import Collection
+from clusterenv.head.stats import Stats
+from clusterenv.head.versions import PolicyBackend, Versions
+from clusterenv.head.worker import Worker
+from clusterenv.policy.policy import Policy
+from clusterenv.policy.sync import SyncRule
+from clusterenv.rollout import Episodes, Finals, Rollout
+from clusterenv.wire.buffers import RolloutBuffers, check_collectable
+from clusterenv.wire.layout import Layout
+from clusterenv.wire.rate_limited_log import RateLimitedLog
+
+log = logging.getLogger(__name__)
+
+Layouts = tuple[Layout, Layout]
+
+
+class ActingBackend(PolicyBackend, Protocol):
+    """Where policies run and act."""
+
+    def settle(self) -> None:
+        """Come to rest after whatever was interrupted."""
+
+    def decide(self, version: int, pulls: set[Worker], arguments: Mapping[str, Any]) -> Any:
+        """Start a step in which the workers choose the actions; returns what to wait for."""
+
+    def collect(
+        self, num_steps: int, number: int, version: int, pulls: set[Worker], arguments: Mapping[str, Any]
+    ) -> Collection:
+        """Let every worker make its part of a rollout."""
+
+
+class MadeRollout(Protocol):
+    """A rollout of one shard, as its worker made it."""
+
+    @property
+    def worker(self) -> Worker:
+        """Who made it."""
+
+    @property
+    def buffers(self) -> RolloutBuffers:
+        """The arrays."""
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """Finished episodes and final observations, checked."""
+
+    @property
+    def busy_s(self) -> float:
+        """How long it took."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that made it."""
+
+
+class Rollouts:
+    """Runs one learner's policy on the workers.
+
+    Attributes:
+        stats: What the run has done.
+        versions: Of the policy.
+        layouts: Of actions and observations.
+        mode: How environments are reset.
+    """
+
+    def __init__(
+        self,
+        backend: ActingBackend,
+        rule: SyncRule,
+        layouts: Layouts,
+        mode: AutoresetMode,
+        *,
+        copies: bool,
+    ) -> None:
+        """Run policies on a backend.
+
+        Args:
+            backend: Where they run.
+            rule: When they take new weights.
+            layouts: Of actions and observations.
+            mode: How environments are reset.
+            copies: Whether rollouts are the caller's own, rather than overwritten by the next.
+        """
+        self.stats = Stats()
+        self.layouts = layouts
+        self.mode = mode
+        self.versions = Versions(rule, backend, layouts[1], self.stats)
+        self._backend = backend
+        self._copies = copies
+        self._num_envs = backend.workers[-1].stop
+        self._errors = RateLimitedLog(log, limit=100)
+
+    def publish(self) -> None:
+        """Note that the weights have changed, for policies that cannot notice it themselves."""
+        self.versions.tell()
+
+    def start_step(self, policy: Policy, arguments: Mapping[str, Any]) -> Any:
+        """Start a step in which the policy chooses the actions; returns what to wait for."""
+        check_collectable(*self.layouts)
+        with self.distrust_after_failure():
+            self._backend.settle()
+            pulls = self.versions.prepare(policy, arguments)
+            self.versions.forget_probes()
+            return self._backend.decide(self.versions.newest, pulls, arguments)
+
+    def note_step(self, num_envs: int, errors: Sequence[tuple[int, str]]) -> None:
+        """Count a step, by whomever its actions were chosen.
+
+        Args:
+            num_envs: How many environments were stepped.
+            errors: Those that raised and were forgiven, and what they raised.
+        """
+        self.stats.env_steps += num_envs
+        self.note_errors(errors)
+
+    def note_errors(self, errors: Sequence[tuple[int, str]]) -> None:
+        """Log the exceptions of environments that were forgiven, and count them."""
+        for env_index, text in errors:
+            self._note_error(env_index, text)
+
+    def rollout(self, policy: Policy, num_steps: int, arguments: Mapping[str, Any]) -> Rollout:
+        """Collect a rollout."""
+        check_collectable(*self.layouts)
+        before = self.stats.snapshot()
+        with self.distrust_after_failure():
+            self._backend.settle()
+            pulls = self.versions.prepare(policy, arguments)
+            self.versions.number += 1
+            started = time.perf_counter()
+            collection = self._backend.collect(num_steps, self.versions.number, self.versions.newest, pulls, arguments)
+            seconds = time.perf_counter() - started
+        for worker, summary in zip(self._backend.workers, collection.summaries, strict=True):
+            with blame(worker):
+                columns = collection.buffers.columns(worker.start, worker.stop)
+                check_summary(summary, columns, self.layouts[1], self.mode)
+        self.versions.remember(collection.buffers)
+        self.stats.note_rollout(num_steps * self._num_envs, collection, seconds)
+        self._note_rollout_errors(collection.summaries, self._backend.workers)
+        if self._copies:
+            collection = replace(collection, buffers=collection.buffers.copy())
+        provenance = self.versions.provenance()
+        return assemble(
+            collection,
+            [(worker.start, worker.stop) for worker in self._backend.workers],
+            self.layouts,
+            self.mode,
+            provenance,
+            self._cost(before, collection, seconds),
+        )
+
+    def assembler(self) -> Callable[[Sequence[MadeRollout]], Rollout]:
+        """Return what makes a rollout of the parts that workers made, in a stream that begins now."""
+        delivered_at = time.perf_counter()
+        before = self.stats.snapshot()
+
+        def join(group: Sequence[MadeRollout]) -> Rollout:
+            nonlocal delivered_at, before
+            now = time.perf_counter()
+            seconds, delivered_at = now - delivered_at, now
+            buffers = RolloutBuffers.beside([made.buffers for made in group])
+            collection = Collection(buffers, [made.summary for made in group], [made.busy_s for made in group])
+            sizes = [made.worker.num_envs for made in group]
+            bounds = np.cumsum([0, *sizes]).tolist()
+            versions = np.repeat([made.version for made in group], sizes)
+            self.stats.note_rollout(buffers.rewards.size, collection, seconds)
+            self._note_rollout_errors(collection.summaries, [made.worker for made in group])
+            rollout = assemble(
+                collection,
+                list(itertools.pairwise(bounds)),
+                self.layouts,
+                self.mode,
+                {
+                    "versions": versions,
+                    "ages": self.versions.newest - versions,
+                    "divergences": np.repeat([made.worker.policy.divergence for made in group], sizes),
+                },
+                self._cost(before, collection, seconds),
+                np.concatenate([made.worker.env_indices for made in group]),
+            )
+            before = self.stats.snapshot()
+            return rollout
+
+        return join
+
+    def _note_rollout_errors(self, summaries: Sequence[Mapping[str, Any]], workers: Sequence[Worker]) -> None:
+        for summary, worker in zip(summaries, workers, strict=True):
+            for row, text in summary["errors"]:
+                self._note_error(worker.start + row, text)
+
+    def _note_error(self, env_index: int, text: str) -> None:
+        self.stats.env_errors += 1
+        self._errors.warn("environment %d raised, its episode was truncated: %s", env_index, text)
+
+    @contextlib.contextmanager
+    def distrust_after_failure(self) -> Iterator[None]:
+        """Send the whole policy anew after an exception: nobody knows what the workers hold."""
+        try:
+            yield
+        except BaseException:
+            self.versions.forget_policy()
+            raise
+
+    def _cost(self, before: Mapping[str, float], collection: Collection, seconds: float) -> dict[str, Any]:
+        after = self.stats.snapshot()
+        return {
+            "seconds": seconds,
+            "env_steps_per_second": (after["env_steps"] - before["env_steps"]) / seconds,
+            "worker_idle_share": max(0.0, 1.0 - sum(collection.busy_s) / (len(self._backend.workers) * seconds)),
+            **{name: after[name] - before[name] for name in after if name != "env_steps"},
+        }
+
+
+Shards = Sequence[tuple[int, int]]
+
+
+def assemble(
+    collection: Collection,
+    shards: Shards,
+    layouts: tuple[Layout, Layout],
+    mode: AutoresetMode,
+    provenance: Mapping[str, NDArray[Any]],
+    stats: dict[str, Any],
+    env_indices: NDArray[np.int64] | None = None,
+) -> Rollout:
+    """Make the rollout.
+
+    Args:
+        collection: What the workers made, checked.
+        shards: Whose columns each summary speaks of.
+        layouts: Of actions and observations.
+        mode: How environments were reset.
+        provenance: `versions`, `ages` and `divergences`, per environment.
+        stats: What it cost.
+        env_indices: The environment of each column, if not that of the same number.
+
+    """
+    actions, observations = layouts
+    block = collection.buffers
+    if env_indices is None:
+        env_indices = np.arange(block.rewards.shape[1])
+    episodes = _episodes(collection.summaries, shards, env_indices)
+    finals = _finals(collection, shards, observations, mode)
+    return Rollout(
+        obs=observations.nest([column[:-1] for column in block.observations]),
+        actions=actions.nest(block.actions),
+        rewards=block.rewards,
+        terminations=block.terminations,
+        truncations=block.truncations,
+        valid=block.valid,
+        extras=block.extras,
+        next_obs=observations.nest([column[-1] for column in block.observations]),
+        states=block.states,
+        finals=finals,
+        episodes=episodes,
+        autoreset_mode=mode,
+        stats=stats,
+        env_indices=env_indices,
+        versions=provenance["versions"],
+        ages=provenance["ages"],
+        divergences=provenance["divergences"],
+    )
+
+
+def check_summary(summary: Mapping[str, Any], columns: RolloutBuffers, layout: Layout, mode: AutoresetMode) -> None:
+    """Check what a worker says of its part of a rollout.
+
+    Raises:
+        WireError: It is malformed.
+    """
+    num_steps, num_rows = columns.rewards.shape
+    checked_errors(summary.get("errors"), num_rows, 2 * num_steps * num_rows)
+    try:
+        _check_episodes(summary["episodes"], num_rows, num_steps)
+        if mode is AutoresetMode.SAME_STEP:
+            _check_finals(summary["finals"], columns, layout)
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise WireError(f"What it says of its rollout is malformed: {repr(error)[:300]}.") from error
+
+
+def _check_episodes(part: Mapping[str, Any], num_rows: int, num_steps: int) -> None:
+    """Check that a shard speaks of its own environments, and says as much of each episode."""
+    count = len(_indices(part["row"], num_rows))
+    for values in (_indices(part["step"], num_steps), part["return"], part["length"]):
+        if values.shape != (count,) or values.dtype.kind not in "if":
+            raise ValueError(f"{count} episodes, but {values.dtype}{values.shape}")
+    if not isinstance(part["info"], list) or len(part["info"]) != count:
+        raise ValueError(f"not a list of {count} infos")
+
+
+def _check_finals(part: Mapping[str, Any], columns: RolloutBuffers, layout: Layout) -> None:
+    """Check that a shard has a final observation for each episode that ended in its columns, and no other."""
+    row, step = part["row"], part["step"]
+    order = np.lexsort((row, step))
+    ends = np.nonzero(columns.terminations | columns.truncations)
+    if not (np.array_equal(step[order], ends[0]) and np.array_equal(row[order], ends[1])):
+        raise ValueError("final observations of other episodes than those that ended")
+    if len(row) and len(part["leaves"]) != len(layout.leaves):
+        raise ValueError(f"{len(part['leaves'])} leaves, not {len(layout.leaves)}")
+    for leaf, values in zip(layout.leaves, part["leaves"], strict=False):
+        if values.shape != (len(row), *leaf.shape) or values.dtype.kind not in "biuf":
+            raise ValueError(f"final observations{leaf} are {values.dtype}{values.shape}")
+
+
+def _episodes(summaries: Sequence[Mapping[str, Any]], shards: Shards, env_indices: NDArray[np.int64]) -> Episodes:
+    """Put the shards' episodes in order of time, then environment."""
+    parts = [summary["episodes"] for summary in summaries]
+    rows = np.concatenate([part["row"] + start for part, (start, _) in zip(parts, shards, strict=True)])
+    steps = np.concatenate([part["step"] for part in parts])
+    order = np.lexsort((rows, steps))
+    infos = [info for part in parts for info in part["info"]]
+    return Episodes(
+        np.concatenate([part["return"] for part in parts]).astype(np.float64)[order],
+        np.concatenate([part["length"] for part in parts]).astype(np.int64)[order],
+        env_indices[rows[order]],
+        steps[order],
+        [infos[index] for index in order],
+    )
+
+
+def _finals(collection: Collection, shards: Shards, layout: Layout, mode: AutoresetMode) -> Finals:
+    block = collection.buffers
+    steps, envs = np.nonzero(block.terminations | block.truncations)
+    if mode is not AutoresetMode.SAME_STEP:
+        # The next row still shows the episode's last observation: its reset comes one step later, or never.
+        return Finals(layout.nest([column[steps + 1, envs] for column in block.observations]), steps, envs)
+    parts = [summary["finals"] for summary in collection.summaries]
+    rows = np.concatenate([part["row"] + start for part, (start, _) in zip(parts, shards, strict=True)])
+    order = np.lexsort((rows, np.concatenate([part["step"] for part in parts])))
+    leaves = []
+    for index, leaf in enumerate(layout.leaves):
+        stacks = [part["leaves"][index] for part in parts if len(part["row"])]
+        column = np.zeros((len(steps), *leaf.shape), leaf.dtype)
+        if stacks:
+            column[...] = np.concatenate(stacks)[order]
+        leaves.append(column)
+    return Finals(layout.nest(leaves), steps, envs)
+
+
+def _indices(values: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    if values.dtype != np.int64 or values.ndim != 1 or (len(values) and not 0 <= values.min() <= values.max() < limit):
+        raise ValueError(f"not indices below {limit}")
+    return values

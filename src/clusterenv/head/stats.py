@@ -1,0 +1,104 @@
+"""Stats: what a run has done and what it has cost, as plain numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from clusterenv.head.outcome import Collection
+from clusterenv.policy.sync import Reason
+
+
+class Stats:
+    """Counts; `report` gives a plain mapping that any logger takes."""
+
+    def __init__(self) -> None:
+        self.env_steps = 0
+        self.rollout_steps = 0
+        self.rollouts = 0
+        self.env_errors = 0
+        self.updates = 0
+        self.checks = 0
+        self.pulls = 0
+        self.pulls_if_every_update = 0
+        self.bytes_if_every_update = 0
+        self.divergence = float("nan")
+        self.age = 0.0
+        self.bytes: Counter[str] = Counter(weights=0, sketches=0, rollouts=0)
+        self.reasons: Counter[Reason] = Counter()
+        self.collect_s = 0.0
+        self.busy_s = 0.0
+        self.rollouts_lost = 0
+        self.rollouts_discarded = 0
+        self.env_steps_discarded = 0
+
+    def note_version(self, num_workers: int, weights_bytes: int) -> None:
+        """Count a new version of the policy."""
+        self.updates += 1
+        self.pulls_if_every_update += num_workers
+        self.bytes_if_every_update += num_workers * weights_bytes
+
+    def note_rollout(self, env_steps: int, collection: Collection, seconds: float) -> None:
+        """Count a rollout."""
+        self.env_steps += env_steps
+        self.rollouts += 1
+        self.collect_s += seconds
+        self.rollout_steps += env_steps
+        self.busy_s += sum(collection.busy_s)
+        self.bytes["rollouts"] += sum(array.nbytes for array in collection.buffers.arrays())
+
+    def note_discarded(self, env_steps: int) -> None:
+        """Count a rollout that was made and thrown away."""
+        self.rollouts_discarded += 1
+        self.env_steps_discarded += env_steps
+
+    def snapshot(self) -> dict[str, float]:
+        """Return the counts that one rollout can change."""
+        return {
+            "env_steps": self.env_steps,
+            "checks": self.checks,
+            "pulls": self.pulls,
+            **{f"bytes_{kind}": count for kind, count in self.bytes.items()},
+        }
+
+    def report(self, num_workers: int) -> dict[str, Any]:
+        """Return everything as a flat mapping of names to numbers."""
+        return {
+            "env_steps": self.env_steps,
+            "rollouts": self.rollouts,
+            "env_errors": self.env_errors,
+            "rollouts_discarded": self.rollouts_discarded,
+            "rollouts_lost": self.rollouts_lost,
+            "env_steps_discarded": self.env_steps_discarded,
+            "updates": self.updates,
+            "checks": self.checks,
+            "pulls": self.pulls,
+            "pulls_saved": self.pulls_if_every_update - self.pulls,
+            "divergence": self.divergence,
+            "age": self.age,
+            "collect_seconds": self.collect_s,
+            "env_steps_per_second": self.rollout_steps / self.collect_s if self.collect_s else 0.0,
+            "worker_idle_share": 1.0 - self.busy_s / (max(1, num_workers) * self.collect_s) if self.collect_s else 0.0,
+            **{f"bytes_{kind}": count for kind, count in self.bytes.items()},
+            **{f"pulls_{reason.value}": count for reason, count in self.reasons.items()},
+        }
+
+    def summary(self) -> str:
+        """Say in a sentence what adaptive synchronisation saved."""
+        every = self.bytes_if_every_update
+        spent = self.bytes["weights"] + self.bytes["sketches"]
+        if not every:
+            return f"{self.env_steps} environment steps; no policy was sent to workers."
+        return (
+            f"{self.env_steps} environment steps, {self.updates} versions of the policy: workers pulled weights "
+            f"{self.pulls} times where pulling every version would have been {self.pulls_if_every_update} times. "
+            f"{_size(spent)} for weights and sketches instead of {_size(every)}, {1 - spent / every:.0%} saved."
+        )
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

@@ -1,0 +1,197 @@
+"""Supervisor: keeps the workers complete. Events and the time in, decisions out; no I/O.
+
+    STARTING --joined--> PREPARING --every stage done--> READY
+        ^                    |                             |
+        '---- restart ---- LOST <---------- lost ----------'
+
+A worker that the run began without is LATE until it has joined. The same for calls of all workers and for streams.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from clusterenv.config import Faults, Timeouts
+from clusterenv.errors import LaunchError, WorkerLost
+from clusterenv.head.worker import Stage, State, Worker
+
+log = logging.getLogger(__name__)
+
+_MAX_IN_A_ROW = 3
+_USEFUL_ANSWERS = 8  # A worker that was lost before it had given more of these, none a rollout, has achieved nothing.
+_BACK_OFF_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A worker that was lost, and what became of its environments.
+
+    Attributes:
+        worker_index: Which worker.
+        env_indices: The environments it hosted: they were made again, and began new episodes.
+        reason: How it ended, with the end of its log.
+        seeds: What each of these environments was reset with on the new worker.
+        recovery_s: How long it took until the new worker was ready.
+    """
+
+    worker_index: int
+    env_indices: tuple[int, ...]
+    reason: str
+    seeds: tuple[int, ...]
+    recovery_s: float
+
+
+class Restart(NamedTuple):
+    """Tell the launcher to start a worker again."""
+
+    worker: Worker
+
+
+class Prepare(NamedTuple):
+    """Give a worker what this stage is about, and say `prepared` when that is done."""
+
+    worker: Worker
+    stage: Stage
+
+
+class GiveUp(NamedTuple):
+    """Strike a worker off, and say `lost`."""
+
+    worker: Worker
+    reason: str
+
+
+Decision: TypeAlias = Restart | Prepare | GiveUp
+
+
+class Supervisor:
+    """Decides what is to be done for every worker.
+
+    Attributes:
+        losses: All there were, in order.
+        last_stage: How far workers are prepared: the run's spaces are not known before the first has been assigned.
+    """
+
+    def __init__(self, workers: Sequence[Worker], faults: Faults, timeouts: Timeouts) -> None:
+        self.losses: list[Loss] = []
+        self.last_stage = Stage.ASSIGN
+        self._faults = faults
+        self._timeouts = timeouts
+        self._entropy: int | None = None
+        self._num_restarts = 0
+        self._incomplete = dict.fromkeys(workers)  # Those that are not ready: to look at all of them takes long.
+
+    def seed(self, seed: int | None) -> None:
+        """Let the seeds of environments that are made again follow from the run's own."""
+        if seed is not None and seed >= 0:  # Environments refuse other seeds, and say so.
+            self._entropy = seed
+
+    def begin_without(self, worker: Worker) -> None:
+        """Do not wait for a worker that has not joined yet."""
+        worker.state = State.LATE
+
+    def joined(self, worker: Worker, now: float) -> None:
+        """Note that a worker has come."""
+        if not worker.has_served:
+            worker.seeds = self._fresh_seeds(worker)
+        worker.state, worker.stage, worker.stage_at, worker.is_asked = State.PREPARING, Stage.ASSIGN, now, False
+
+    def prepared(self, worker: Worker, now: float) -> None:
+        """Note that a worker has what its stage was about."""
+        worker.is_asked, worker.stage_at = False, now
+        if worker.stage < Stage.ADOPT:
+            worker.stage = Stage(worker.stage + 1)
+            return
+        worker.state = State.READY
+        del self._incomplete[worker]
+        worker.num_answers = 0
+        if worker.lost_at is not None:
+            recovery_s = now - worker.lost_at
+            self.losses.append(
+                Loss(
+                    worker_index=worker.index,
+                    env_indices=worker.env_indices,
+                    reason=worker.loss,
+                    seeds=tuple(worker.seeds),
+                    recovery_s=recovery_s,
+                )
+            )
+            log.warning("%s, has taken over after %.1f s", worker, recovery_s)
+        elif worker.has_served or self.last_stage is Stage.ADOPT:
+            log.info("%s, takes part from now on", worker)
+        worker.lost_at, worker.has_served = None, True
+
+    def lost(self, worker: Worker, reason: str, now: float) -> None:
+        """Note that a worker is lost, and decide what follows."""
+        was_prepared = worker.state is State.READY
+        is_first = not worker.has_served and worker.state is not State.LATE and worker.lost_at is None
+        worker.state = State.LOST
+        self._incomplete[worker] = None
+        worker.num_losses += 1
+        if worker.lost_at is None:
+            worker.lost_at, worker.loss = now, reason
+        worker.in_a_row = 1 if was_prepared and worker.num_answers > _USEFUL_ANSWERS else worker.in_a_row + 1
+        if is_first and self.last_stage is not Stage.ADOPT:
+            ended = LaunchError(f"Worker {worker.index} {reason.removeprefix('it ')}")
+            worker.fatal = lost_error(worker, reason) if worker.incarnation else ended
+        elif self._faults.on_loss == "raise":
+            worker.fatal = lost_error(worker, reason)
+        elif worker.in_a_row > _MAX_IN_A_ROW:
+            worker.fatal = lost_error(worker, f"{_MAX_IN_A_ROW} replacements in a row were lost, too. {reason}")
+        elif self._faults.max_restarts is not None and self._num_restarts >= self._faults.max_restarts:
+            worker.fatal = lost_error(worker, f"Faults(max_restarts={self._faults.max_restarts}) are used up. {reason}")
+        else:
+            log.warning("%s, was lost and will be replaced: %s", worker, reason)
+            worker.seeds = self._fresh_seeds(worker)
+            worker.restart_at = now + _BACK_OFF_S * (worker.in_a_row - 1)
+
+    def advance(self, now: float) -> list[Decision]:
+        """Return what is to be done now."""
+        decisions: list[Decision] = []
+        for worker in self._incomplete:
+            if worker.state is State.LOST:
+                if worker.fatal is None and now >= worker.restart_at:
+                    worker.state, worker.stage_at = State.STARTING, now
+                    self._num_restarts += 1
+                    decisions.append(Restart(worker))
+            elif worker.state is State.STARTING:
+                if worker.lost_at is not None and now - worker.stage_at > self._timeouts.join_s:
+                    reason = f"its replacement did not join within {self._timeouts.join_s:g} s"
+                    decisions.append(GiveUp(worker, reason))
+            elif worker.state is State.PREPARING:
+                if not worker.is_asked and worker.stage <= self.last_stage:
+                    worker.is_asked, worker.stage_at = True, now
+                    decisions.append(Prepare(worker, worker.stage))
+                elif worker.is_asked and now - max(worker.stage_at, worker.progress_at) > self._limit_of(worker.stage):
+                    decisions.append(GiveUp(worker, _slow(worker.stage, self._limit_of(worker.stage))))
+        return decisions
+
+    def _limit_of(self, stage: Stage) -> float:
+        return self._timeouts.join_s if stage is Stage.ASSIGN else self._timeouts.call_s
+
+    def _fresh_seeds(self, worker: Worker) -> list[int]:
+        words = [self._entropy or 0, worker.index, worker.num_losses]
+        sequence = np.random.SeedSequence(words if self._entropy is not None else None)
+        # Consecutive, as Gymnasium spreads a seed: native vector environments take no list.
+        first = int(sequence.generate_state(1)[0]) % 2**31
+        return list(range(first, first + worker.num_envs))
+
+
+def lost_error(worker: Worker, reason: str) -> WorkerLost:
+    """Return what tells the user of a worker that is lost."""
+    return WorkerLost(
+        f"{str(worker).capitalize()}, is lost: {reason}",
+        worker_index=worker.index,
+        env_indices=worker.env_indices,
+    )
+
+
+def _slow(stage: Stage, limit_s: float) -> str:
+    if stage is Stage.ASSIGN:
+        return f"it has not made its environments within {limit_s:g} s: Timeouts(join_s=...) gives it longer"
+    return f"it was not ready within {limit_s:g} s: Timeouts(call_s=...) gives it longer"

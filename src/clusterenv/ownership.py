@@ -1,0 +1,40 @@
+"""Ownership: environments belong to the process that made them, and to one thread at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import TracebackType
+
+from clusterenv.errors import ConcurrentUse
+
+
+class Ownership:
+    """Keeps forked processes and second threads out of a block. The thread that is in it may enter it again."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that made the environments."""
+        return os.getpid() == self._pid
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._pid:
+            raise ConcurrentUse(
+                f"These environments belong to process {self._pid}, and this is a forked copy of it (process "
+                f"{os.getpid()}): two processes cannot share one conversation with the workers. Make a ClusterEnv in "
+                "each process."
+            )
+        if not self._lock.acquire(blocking=False):
+            raise ConcurrentUse(
+                "Another thread is in a call on these environments. One at a time may use them: hand them over when "
+                "the call has returned, or make a ClusterEnv per thread."
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()

@@ -1,0 +1,160 @@
+"""Factories: what a user may pass as `env`, turned into something workers can make environments with."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+from gymnasium import Env
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import VectorEnv
+
+from clusterenv.errors import ConfigError
+from clusterenv.wire.assignment import EnvFactory, VectorFactory
+
+log = logging.getLogger(__name__)
+
+
+class NativeVector:
+    """Runs a native vector environment on each worker, as large as the worker's shard.
+
+    Results then depend on how that environment uses its seed: many (Gymnasium's own CartPole among them) draw all their
+    sub-environments from one generator, so a different number of workers gives different episodes.
+    """
+
+    def __init__(self, env: str | EnvSpec | Callable[[int], VectorEnv[Any, Any, Any]], **kwargs: Any) -> None:
+        """Take an id with a vector implementation, or a callable.
+
+        Args:
+            env: An id or spec with a `vector_entry_point`; or a callable that takes the number of environments and
+                returns a `VectorEnv` of that size.
+            kwargs: For an id or spec: passed to its vector implementation.
+        """
+        if isinstance(env, str | EnvSpec):
+            spec = gym.spec(env) if isinstance(env, str) else env
+            if spec.vector_entry_point is None:
+                raise ConfigError(
+                    f"{spec.id} has no vector implementation (its spec has no vector_entry_point). "
+                    f"Pass the id itself, ClusterEnv({spec.id!r}, ...), to run one environment beside the other."
+                )
+            self.spec: EnvSpec | None = spec
+            self.make: VectorFactory = functools.partial(_make_native, spec, kwargs)
+        elif callable(env):
+            if kwargs:
+                raise ConfigError("NativeVector takes keyword arguments only with an id; put them into the callable.")
+            self.spec = None
+            self.make = env
+        else:
+            raise ConfigError(f"NativeVector takes an id, a spec or a callable, got {type(env)}.")
+
+
+EnvArgument = str | EnvSpec | EnvFactory | Sequence[EnvFactory] | NativeVector
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Factories:
+    """How to make the environments of a run.
+
+    Attributes:
+        plain: One factory an environment; None if they are native.
+        native: Makes a vector environment of a given size; None if they are plain.
+        spec: What was asked for by id or spec, if it was.
+    """
+
+    plain: list[EnvFactory] | None
+    native: VectorFactory | None
+    num_envs: int
+    spec: EnvSpec | None
+
+    def for_shard(self, start: int, stop: int) -> list[EnvFactory] | VectorFactory:
+        """Return what makes the environments of one shard."""
+        if self.plain is not None:
+            return self.plain[start:stop]
+        assert self.native is not None
+        return self.native
+
+
+def resolve(env: EnvArgument, num_envs: int | None, env_kwargs: dict[str, Any] | None) -> Factories:
+    """Turn a user's `env` argument into factories.
+
+    Raises:
+        ConfigError: It is none of the things it may be, or does not go with the other arguments.
+    """
+    if num_envs is not None and (not isinstance(num_envs, int) or num_envs < 1):
+        raise ConfigError(f"num_envs must be a positive int, got {num_envs!r}.")
+    if env_kwargs is not None and not isinstance(env, str | EnvSpec):
+        raise ConfigError("env_kwargs goes with an id or a spec; with a factory, put the arguments into it.")
+    if isinstance(env, NativeVector):
+        return Factories(None, env.make, num_envs or 1, env.spec)
+    if isinstance(env, str | EnvSpec):
+        # A copy: gymnasium.make writes some of its arguments into the spec it is given.
+        spec = copy.deepcopy(gym.spec(env) if isinstance(env, str) else env)
+        factory = functools.partial(gym.make, spec, **(env_kwargs or {}))
+        count = num_envs or 1
+        return Factories([factory] * count, None, count, spec)
+    if callable(env):
+        _check_factory(env, 0)
+        return Factories([env] * (num_envs or 1), None, num_envs or 1, None)
+    if isinstance(env, str) or not isinstance(env, Sequence) or not env:
+        raise ConfigError(
+            "env must be an environment's id, an EnvSpec, a factory, a non-empty sequence of factories or a "
+            f"NativeVector, got {env!r}."
+        )
+    for index, item in enumerate(env):
+        _check_factory(item, index)
+    if num_envs not in (None, len(env)):
+        raise ConfigError(f"num_envs={num_envs}, but {len(env)} factories were given. Leave num_envs out.")
+    plain = [factory for factory in env if not isinstance(factory, str)]
+    return Factories(plain, None, len(env), None)
+
+
+def pickle_code(value: object, what: str) -> bytes:
+    """Pickle code for the workers, or say what cannot be.
+
+    Raises:
+        ConfigError: It holds something that cannot leave this process.
+    """
+    try:
+        return cloudpickle.dumps(value)  # type: ignore[no-any-return]  # cloudpickle is untyped
+    except Exception as error:
+        raise ConfigError(
+            f"{what} cannot be sent to a worker: {type(error).__name__}: {error}. Whatever it holds (an open file, a "
+            "lock, a running environment) must be made inside the factory; with num_workers=0 nothing is sent."
+        ) from error
+
+
+def local_registry() -> list[bytes]:
+    """Pickle the environments that this process registered itself, so that workers know them too."""
+    registry = []
+    for spec in gym.registry.values():
+        if isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium."):
+            continue
+        try:
+            registry.append(cloudpickle.dumps(spec))
+        except Exception:
+            log.debug("the registration of %s cannot be sent to workers", spec.id, exc_info=True)
+    return registry
+
+
+def _make_native(spec: EnvSpec, kwargs: dict[str, Any], num_envs: int) -> VectorEnv[Any, Any, Any]:
+    return gym.make_vec(spec, num_envs=num_envs, vectorization_mode="vector_entry_point", **kwargs)
+
+
+def _check_factory(factory: object, index: int) -> None:
+    if isinstance(factory, Env | VectorEnv):
+        raise ConfigError(
+            f"Factory {index} is an environment ({factory}): pass a function that makes one, lambda: ...."
+        )
+    if not callable(factory):
+        raise ConfigError(f"Factory {index} must be callable, got {type(factory)}.")
+    if inspect.isclass(factory) and issubclass(factory, VectorEnv):
+        raise ConfigError(
+            f"Factory {index} is a vector environment's class: wrap it, NativeVector({factory.__name__})."
+        )

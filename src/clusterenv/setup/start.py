@@ -1,0 +1,124 @@
+"""Start: from factories to workers with environments on them."""
+
+from __future__ import annotations
+
+import msgspec
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.config import Faults, Network, Timeouts, split_shards, usable_cores
+from clusterenv.errors import ConfigError, LaunchError
+from clusterenv.head.calls import Calls
+from clusterenv.head.remote import Remote, RemotePlan
+from clusterenv.head.supervisor import Supervisor
+from clusterenv.head.worker import Worker
+from clusterenv.launchers.base import Launcher
+from clusterenv.setup.factories import Factories, local_registry, pickle_code
+from clusterenv.setup.sample import ObservationMode, Sample, make_sample
+from clusterenv.setup.trial import check_factory, describe_here
+from clusterenv.wire import semaphore
+from clusterenv.wire.address import choose_addresses
+from clusterenv.wire.assignment import Assignment
+from clusterenv.wire.zeromq import HeadSocket
+
+
+def count_workers(num_workers: int | None, num_envs: int, launcher: Launcher) -> int:
+    """Return how many workers there will be, where the user may have left that open."""
+    if num_workers is None:
+        return min(launcher.suggested_workers or usable_cores(), num_envs)
+    if not isinstance(num_workers, int) or num_workers < 0:
+        raise ConfigError(f"num_workers must be an int of at least 0, got {num_workers!r}.")
+    if num_workers > num_envs:
+        raise ConfigError(f"num_workers={num_workers}, but there are only {num_envs} environments to share out.")
+    return num_workers
+
+
+def make_assignment(
+    factories: Factories, shard: tuple[int, int], mode: AutoresetMode, on_env_error: str, registry: list[bytes]
+) -> Assignment:
+    """Return the work of whoever hosts the environments `[start, stop)` of a shard."""
+    start, stop = shard
+    return Assignment(
+        factories=factories.for_shard(start, stop),
+        registry=registry,
+        autoreset_mode=mode,
+        start=start,
+        num_rows=stop - start,
+        num_envs=factories.num_envs,
+        on_env_error=on_env_error,
+    )
+
+
+def start_workers(
+    launcher: Launcher,
+    factories: Factories,
+    num_workers: int,
+    *,
+    mode: AutoresetMode,
+    observation_mode: ObservationMode,
+    faults: Faults,
+    network: Network,
+    timeouts: Timeouts,
+) -> tuple[Remote, Sample]:
+    """Launch workers and give each its shard; returns when all environments are made.
+
+    Args:
+        launcher: Starts them.
+        factories: Of the environments.
+        num_workers: Among whom these are shared out.
+        mode: How they are reset.
+        observation_mode: How their observation spaces are batched.
+        faults: What happens when workers are lost.
+        network: How to reach them.
+        timeouts: How long to wait for them.
+    """
+    if network.transport == "shm" and not semaphore.IS_SUPPORTED:
+        raise ConfigError("transport='shm' needs Linux; use 'auto' or 'zmq' here.")
+    shards = split_shards(factories.num_envs, num_workers)
+    registry = local_registry()
+    code = {
+        shard[0]: pickle_code(
+            make_assignment(factories, shard, mode, faults.on_env_error, registry),
+            f"The factory of environments {shard[0]} to {shard[1] - 1}",
+        )
+        for shard in shards
+    }
+    first = make_assignment(factories, (0, 1), mode, faults.on_env_error, registry)
+    if launcher.queues and timeouts.trial_s:
+        check_factory(first, timeouts.trial_s)
+    addresses = choose_addresses(network.listen, network.advertise, launcher.route_to)
+    socket = HeadSocket(addresses, timeouts.silence_s)
+    try:
+        fleet = launcher.launch(msgspec.structs.replace(socket.ticket, hang_s=timeouts.call_s), num_workers)
+    except BaseException:
+        socket.close()
+        raise
+    workers = [Worker(index, start, stop) for index, (start, stop) in enumerate(shards)]
+    remote = Remote(
+        Calls(socket, fleet, workers, timeouts),
+        fleet,
+        workers,
+        Supervisor(workers, faults, timeouts),
+        RemotePlan(
+            code=code.__getitem__,
+            autoreset_mode=mode,
+            shares_memory=network.transport != "zmq" and semaphore.IS_SUPPORTED,
+            timeouts=timeouts,
+        ),
+    )
+    try:
+        at_least = num_workers if faults.min_workers is None or observation_mode == "different" else faults.min_workers
+        remote.gather(at_least)
+        descriptions = [(w.num_envs, w.description) for w in workers if w.description is not None]
+        sample = make_sample(
+            descriptions, observation_mode, factories.num_envs, lambda: describe_here(first, timeouts.join_s)
+        )
+        remote.open(sample.run_spaces, at_least)
+        if network.transport == "shm" and any(w.mailbox is None for w in workers if w.is_ready):
+            raise LaunchError(
+                "transport='shm', but a worker cannot reach the head's shared memory: it runs on another machine, in "
+                "another container or as another user. transport='auto' uses ZeroMQ for such workers."
+            )
+    except BaseException:
+        remote.close(terminate=True)
+        raise
+    return remote, sample

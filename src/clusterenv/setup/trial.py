@@ -1,0 +1,147 @@
+"""Trial: makes one environment in a short-lived process of the head's own, to see whether it can and what it is like.
+
+The head itself never makes one where there are workers: a constructor that crashes, hangs or opens a window would do so
+in the learner's process. `run` is that process: it reads an assignment from its standard input, and writes what came of
+it to the descriptor it is given. Both ends are this library's own, on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from clusterenv.errors import ConfigError
+from clusterenv.setup.factories import pickle_code
+from clusterenv.setup.sample import Description
+from clusterenv.wire.assignment import Assignment
+
+log = logging.getLogger(__name__)
+
+_TAIL_BYTES = 4096
+# What may well be there on the workers' machines, and not here.
+_DEVICES = re.compile(r"cuda|gpu|device|display|opengl|\begl\b|\bgl\b|vulkan", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why an environment could not be made.
+
+    Attributes:
+        text: Says so, to a user.
+        may_be_here_only: Whether it may work elsewhere: a module or device is missing, or time was too short.
+    """
+
+    text: str
+    may_be_here_only: bool
+
+
+def describe_here(assignment: Assignment, timeout_s: float) -> Description:
+    """Describe an environment whose spaces cannot travel from a worker.
+
+    Args:
+        assignment: Of one environment.
+        timeout_s: How long making it may take.
+
+    Raises:
+        ConfigError: It cannot be made here.
+    """
+    found = _try(assignment, timeout_s)
+    if isinstance(found, Failure):
+        raise ConfigError(
+            "The environments have a space that is not one of Gymnasium's own types, so that it cannot come from a "
+            f"worker; and one cannot be made on this machine to look at: {found.text} Use Gymnasium's spaces, or "
+            "give them by observation_mode=(batched, single)."
+        )
+    return found
+
+
+def check_factory(assignment: Assignment, timeout_s: float) -> None:
+    """Find out whether an environment can be made, before workers are queued that would find out much later.
+
+    Raises:
+        ConfigError: It cannot, and that is not for lack of a module, a device or time on this machine.
+    """
+    found = _try(assignment, timeout_s)
+    if not isinstance(found, Failure):
+        return
+    if found.may_be_here_only:
+        log.warning("an environment could not be tried here before workers are queued: %s", found.text.splitlines()[0])
+        return
+    raise ConfigError(
+        f"{found.text}\nNothing was queued. If it can be made on the workers' machines only, Timeouts(trial_s=0) skips "
+        "this trial."
+    )
+
+
+def _try(assignment: Assignment, timeout_s: float) -> Description | Failure:
+    code = pickle_code(assignment, "The factory of environment 0")
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile() as log_file, open(reading, "rb") as results:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", "from clusterenv.setup.trial import run; run()", str(writing)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                stdin=subprocess.PIPE,
+                stdout=log_file,
+                stderr=log_file,
+                pass_fds=[writing],
+                start_new_session=True,
+            )
+        finally:
+            os.close(writing)
+        try:
+            process.communicate(code, timeout_s)
+        except subprocess.TimeoutExpired:
+            return Failure(text=f"Environment 0 was not made within {timeout_s:g} s.", may_be_here_only=True)
+        finally:
+            _end(process)
+        data = results.read()
+        if data:
+            outcome: Description | Failure = cloudpickle.loads(data)
+            return outcome
+        log_file.seek(max(0, log_file.tell() - _TAIL_BYTES))
+        tail = log_file.read().decode(errors="replace").strip()
+        return Failure(
+            text=f"The process that made environment 0 ended with status {process.returncode}, and said:\n{tail}",
+            may_be_here_only=False,
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.stdin is not None:
+        process.stdin.close()
+    process.wait()
+
+
+def run() -> None:
+    """Be that process."""
+    from clusterenv.worker.making import describe_envs
+    from clusterenv.worker.shard import Shard, unpickle
+
+    descriptor = int(sys.argv[1])
+    outcome: Any
+    try:
+        shard = Shard(unpickle(sys.stdin.buffer.read()))
+        outcome = describe_envs(shard.make())
+        data = cloudpickle.dumps(outcome)
+        shard.close()
+    except Exception as error:  # noqa: BLE001 - a user's constructor may raise anything; it is reported
+        is_missing = isinstance(error, ImportError | OSError) or _DEVICES.search(str(error)) is not None
+        text = f"Environment 0 cannot be made: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        data = cloudpickle.dumps(Failure(text=text, may_be_here_only=is_missing))
+    with open(descriptor, "wb") as results:
+        results.write(data)

@@ -1,0 +1,175 @@
+"""Channel: a worker's way to the head, whichever transports it is made of.
+
+A reply goes the way its request came: a call of all workers by the mailbox, if there is one, and whatever concerns this
+worker alone (its part of a stream, say) over the socket. So there is no mode that head and worker could disagree about.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+from numpy.typing import NDArray
+
+from clusterenv.errors import WireError
+from clusterenv.wire import messages
+from clusterenv.wire.arrays import fill
+from clusterenv.wire.messages import (
+    Adopt,
+    Cancel,
+    Collect,
+    Decide,
+    Join,
+    Load,
+    Measure,
+    Ping,
+    Progress,
+    Refused,
+    Register,
+    Registered,
+    Reply,
+    Request,
+    Step,
+    Stepped,
+    Stop,
+)
+from clusterenv.wire.shared import WorkerMailbox
+from clusterenv.wire.zeromq import WorkerSocket
+
+_ON_ITS_WAY_S = 60.0  # How long a message may take that the head says it has sent.
+_PROGRESS_S = 0.5  # How often to tell a head that shares no memory that a long call makes progress.
+
+Message: TypeAlias = tuple[Request, list[memoryview]]
+
+
+class Channel:
+    """Receives requests and sends replies, with the arrays that go with them where these are not shared.
+
+    Attributes:
+        weights: The new weights that came with the last request, if any did.
+    """
+
+    def __init__(self, socket: WorkerSocket) -> None:
+        self.weights: memoryview | None = None
+        self._socket = socket
+        self._mailbox: WorkerMailbox | None = None
+        self._actions: Sequence[NDArray[Any]] = ()
+        self._backlog: deque[Message] = deque()  # Came over the socket, and was not begun.
+        self._num_received = 0  # Of those messages that the head counts in the mailbox.
+        self._came_by_mailbox = False
+        self._call = 0
+        self._told_at = 0.0
+
+    def use(self, actions: Sequence[NDArray[Any]], mailbox: WorkerMailbox | None) -> None:
+        """From now on expect actions in these arrays; with a mailbox all arrays are shared, and calls come by it."""
+        self._actions = actions
+        self._mailbox = mailbox
+        self._num_received = 0
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether head and worker see the same arrays."""
+        return self._mailbox is not None
+
+    def receive(self, timeout_s: float) -> Request | None:
+        """Return the head's next request, its arrays in place; None if nothing came in time."""
+        mailbox = self._mailbox
+        if mailbox is None:
+            self._read_socket(0.0 if self._backlog else timeout_s)
+        else:
+            if (mailbox.wait(0.0 if self._backlog else timeout_s)) and (request := self._look(mailbox)) is not None:
+                return request
+            if mailbox.is_stopped:
+                return Stop()
+        self._came_by_mailbox = False
+        return self._take_most_urgent()
+
+    def send(self, reply: Reply, arrays: Iterable[NDArray[Any]] = ()) -> None:
+        """Send a reply the way its request came, and arrays with it where they are not shared."""
+        mailbox = self._mailbox
+        if mailbox is None:
+            self._told_at = time.monotonic()
+            self._socket.send([messages.encode(reply), *arrays])
+        elif not self._came_by_mailbox:
+            self._socket.send([messages.encode(reply)])
+        elif isinstance(reply, Stepped) and reply.infos is None and reply.columns is None and not reply.errors:
+            mailbox.post_plain(reply.call, reply.generation)
+        else:
+            assert not isinstance(reply, Register | Join), "a worker joins before it shares memory"
+            mailbox.post(messages.encode(reply), reply.call, lambda large: self._socket.send([large]))
+
+    def tick(self) -> None:
+        """Note that a step or reset of the call under way is finished, so that the head does not take it for hung."""
+        if self._mailbox is not None:
+            self._mailbox.tick()
+        elif (now := time.monotonic()) - self._told_at > _PROGRESS_S:
+            self._told_at = now
+            self._socket.send([messages.encode(Progress(self._call))])
+
+    def _look(self, mailbox: WorkerMailbox) -> Request | None:
+        """Take the call that lies in the mailbox, or else all that was sent over the socket."""
+        found = mailbox.take()
+        if isinstance(found, Step):
+            self._came_by_mailbox = True
+            return found
+        if mailbox.is_stopped:
+            return Stop()
+        while self._num_received < mailbox.num_sent:
+            if not self._read_socket(_ON_ITS_WAY_S, all_there_is=False):
+                raise WireError(f"A message that the head has sent did not come within {_ON_ITS_WAY_S:g} s.")
+        if found is None:
+            return None
+        self._came_by_mailbox = True
+        if isinstance(found, bytes):
+            self.weights = None
+            return messages.decode_request(found)
+        for message in self._backlog:
+            if getattr(message[0], "call", None) == found:
+                self._backlog.remove(message)
+                self._take_arrays(*message)
+                return message[0]
+        raise WireError(f"The head announced call {found}, which did not come.")
+
+    def _read_socket(self, timeout_s: float, *, all_there_is: bool = True) -> bool:
+        """Put what came over the socket into the backlog; returns whether anything came."""
+        has_come = False
+        while (frames := self._socket.receive(timeout_s)) is not None:
+            request = messages.decode_request(frames[0].buffer)
+            if isinstance(request, Ping):
+                continue
+            self._backlog.append((request, [frame.buffer for frame in frames[1:]]))
+            self._num_received += not isinstance(request, Stop | Refused | Registered)
+            has_come, timeout_s = True, 0.0
+            # Rollouts of a stream are asked for ahead, and what is more urgent comes behind them. After any other
+            # request nothing more comes before it is answered.
+            if not all_there_is or not isinstance(request, Collect | Load | Measure):
+                break
+        return has_come
+
+    def _take_most_urgent(self) -> Request | None:
+        """Return what was asked for first, but rollouts last: new weights, and an end, must not wait behind them."""
+        if not self._backlog:
+            return None
+        message = next((each for each in self._backlog if not isinstance(each[0], Collect)), self._backlog[0])
+        self._backlog.remove(message)
+        request = message[0]
+        if isinstance(request, Cancel):
+            begun = [each for each in self._backlog if not isinstance(each[0], Collect) or each[0].call > request.call]
+            self._backlog = deque(begun)
+        self._take_arrays(*message)
+        return request
+
+    def _take_arrays(self, request: Request, frames: Sequence[memoryview]) -> None:
+        self.weights = None
+        self._call = getattr(request, "call", 0)
+        if isinstance(request, Adopt | Collect | Decide | Load) and request.version is not None:
+            if frames:
+                self.weights = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
+            elif self._mailbox is None:
+                raise WireError(f"Expected weights with {type(request).__name__}, got none.")
+        elif isinstance(request, Step) and request.actions is None and self._mailbox is None:
+            fill(self._actions, frames)
+        elif frames:
+            raise WireError(f"{len(frames)} unexpected arrays with {type(request).__name__}.")

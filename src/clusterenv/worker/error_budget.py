@@ -1,0 +1,60 @@
+"""ErrorBudget: how often an environment may raise, where that need not end the run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from clusterenv.worker.failures import summarize
+
+log = logging.getLogger(__name__)
+
+_MAX_IN_A_ROW = 5
+_MAX_TEXT = 1000
+_NEARBY_STEPS = 8  # An environment that raises again within so many steps has achieved nothing.
+
+
+@dataclass(eq=False)
+class _Record:
+    in_a_row: int = 0
+    last_step: int = -(10**9)
+
+
+class ErrorBudget:
+    """Counts the exceptions of each environment, and says when there were too many.
+
+    Attributes:
+        step: How many steps the host has made; it counts.
+        text: Of the last exception that was forgiven.
+        errors: Rows and texts of those that were forgiven; whoever reports them clears it.
+    """
+
+    def __init__(self, num_rows: int, start: int, *, forgives: bool) -> None:
+        """Begin to count.
+
+        Args:
+            num_rows: The environments.
+            start: The index of the first, for the log.
+            forgives: Whether to go on after an exception at all.
+        """
+        self.step = 0
+        self.text = ""
+        self.errors: list[tuple[int, str]] = []
+        self._start = start
+        self._forgives = forgives
+        self._records = [_Record() for _ in range(num_rows)]
+
+    def forgive(self, row: int, error: BaseException) -> bool:
+        """Note an exception of an environment; False if it is to be raised."""
+        if not self._forgives or not isinstance(error, Exception):
+            return False
+        record = self._records[row]
+        record.in_a_row = record.in_a_row + 1 if self.step - record.last_step <= _NEARBY_STEPS else 1
+        record.last_step = self.step
+        if record.in_a_row > _MAX_IN_A_ROW:
+            error.add_note(f"(It is the last of {_MAX_IN_A_ROW + 1} of this environment in a row.)")
+            return False
+        self.text = summarize(error)[:_MAX_TEXT]
+        self.errors.append((row, self.text))
+        log.warning("environment %d raised; its episode is truncated", self._start + row, exc_info=error)
+        return True

@@ -1,0 +1,112 @@
+"""Failures: what the head is told of an exception, however odd it is.
+
+An exception is the user's object: its text may be megabytes, impossible to encode, or raise when it is asked for. None
+of that may cost the worker its life.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from clusterenv.errors import OWN_TYPES
+from clusterenv.wire.messages import Adopt, Apply, Collect, Decide, Failed, Measure, Request, Where
+
+_MAX_CHARACTERS = 32_000  # Four bytes each at worst: an error is a small message.
+_MAX_NAME = 255
+_OURS = os.path.join(Path(__file__).parent.parent, "")
+
+
+def culprit_of(request: Request, *, is_stepping: bool) -> Where:
+    """Tell whose code has raised while this was done.
+
+    Args:
+        request: From the head.
+        is_stepping: Of what a policy and the environments did in turn: whether it was the environments' turn.
+    """
+    match request:
+        case Apply():
+            return "function"
+        case Adopt() | Measure():
+            return "policy"
+        case Decide() | Collect():
+            return "environment" if is_stepping else "policy"
+        case _:
+            return "environment"
+
+
+def describe_failure(error: BaseException, call: int, *, env_index: int | None, where: Where) -> Failed:
+    """Describe an exception for the head.
+
+    Args:
+        error: What was raised.
+        call: In which call.
+        env_index: By which environment, if that is known.
+        where: By whose code.
+    """
+    return Failed(
+        call=call,
+        env_index=env_index,
+        type_module=_ask(lambda: type(error).__module__, _MAX_NAME),
+        type_name=_ask(lambda: type(error).__qualname__, _MAX_NAME),
+        text=_ask(lambda: str(error), _MAX_CHARACTERS),
+        traceback=_ask(lambda: _format(error), _MAX_CHARACTERS),
+        where=where,
+        base=_builtin_base(error),
+    )
+
+
+def summarize(error: BaseException) -> str:
+    """Return an exception's type and text."""
+    return f"{_ask(lambda: type(error).__name__, _MAX_NAME)}: {_ask(lambda: str(error), _MAX_CHARACTERS)}"
+
+
+def _ask(question: Callable[[], str], limit: int) -> str:
+    """Return what an exception says of itself, as text that can be sent."""
+    try:
+        answer = question()
+        if not isinstance(answer, str):
+            return ""
+        return _shorten(answer, limit).encode(errors="backslashreplace").decode()
+    except BaseException as error:  # noqa: BLE001 - a user's __str__ may raise anything
+        return f"<it cannot be shown: that raises {type.__repr__(type(error))}>"
+
+
+def _shorten(text: str, limit: int) -> str:
+    """Leave out the middle of a text that is too long: its beginning says what it is, its end often why."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters are left out]\n{text[-half:]}"
+
+
+def _format(error: BaseException) -> str:
+    """Format a traceback in which the user's frames come first."""
+    try:
+        report = traceback.TracebackException.from_exception(error, compact=True)
+        reports: list[traceback.TracebackException | None] = [report]
+        for part in reports:
+            if part is not None:
+                _hide_our_frames(part.stack)
+                reports += [part.__cause__, part.__context__, *(part.exceptions or ())]
+        return "".join(report.format())
+    except BaseException:  # noqa: BLE001 - not even its type can be trusted to have a name
+        frames = traceback.extract_tb(error.__traceback__)
+        _hide_our_frames(frames)
+        return f"Traceback (most recent call last):\n{''.join(frames.format())}{summarize(error)}\n"
+
+
+def _hide_our_frames(frames: traceback.StackSummary) -> None:
+    """Leave out how we came to call the user's code; if there is none of it, how we came to raise is of interest."""
+    first = next((index for index, frame in enumerate(frames) if not frame.filename.startswith(_OURS)), 0)
+    del frames[:first]
+
+
+def _builtin_base(error: BaseException) -> str:
+    """Return the name of the nearest built-in type that the exception's type descends from."""
+    known = {kind: name for name, kind in vars(builtins).items() if isinstance(kind, type)}
+    known |= {kind: kind.__name__ for kind in OWN_TYPES}
+    return next(known[base] for base in type.__getattribute__(type(error), "__mro__") if base in known)

@@ -1,0 +1,225 @@
+"""Handler: from a request to what the shard does, and back to a reply."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, assert_never
+
+from numpy.typing import NDArray
+
+from clusterenv.errors import PolicyError
+from clusterenv.policy.sketch import Sketch
+from clusterenv.policy.weights import WeightsSpec
+from clusterenv.wire import values
+from clusterenv.wire.arrays import allocate, carver
+from clusterenv.wire.assignment import Assignment
+from clusterenv.wire.buffers import RolloutBuffers
+from clusterenv.wire.info_planes import FullInfos, SlotWriter
+from clusterenv.wire.messages import (
+    Adopt,
+    Adopted,
+    Apply,
+    Collect,
+    Collected,
+    Decide,
+    Invoke,
+    Measure,
+    Measured,
+    Offer,
+    Part,
+    Reply,
+    Reset,
+    Resume,
+    Returned,
+    SetAttribute,
+    Show,
+    Step,
+    Stepped,
+)
+from clusterenv.wire.shared import open_offer
+from clusterenv.worker.infos import complete
+from clusterenv.worker.shard import Shard, unpickle
+
+ShardRequest: TypeAlias = (
+    Reset | Step | Invoke | SetAttribute | Apply | Adopt | Measure | Collect | Decide | Resume | Show
+)
+Answer: TypeAlias = tuple[Reply, Iterable[NDArray[Any]]]
+Send: TypeAlias = Callable[[Reply, Iterable[NDArray[Any]]], None]
+
+_MAX_BLOCKS = 8  # Streams take turns with several.
+_PART_SHARE = 4  # A part is this fraction of what is left: few messages, and little to carry when the last is made.
+_PART_BYTES = 1 << 14  # Smaller parts are not worth their message.
+
+
+class Handler:
+    """Does what the head asks of a shard."""
+
+    def __init__(
+        self, assignment: Assignment, shard: Shard, send: Send, tick: Callable[[], None], *, names: memoryview | None
+    ) -> None:
+        """Answer for a shard.
+
+        Args:
+            assignment: What the shard hosts.
+            shard: Does the work; it serves already.
+            send: Sends parts of an answer, ahead of it.
+            tick: Told of each step of a rollout.
+            names: Where to write what infos are called; None if the step buffers are not the head's, too.
+        """
+        self._assignment = assignment
+        self._shard = shard
+        self._send = send
+        self._tick = tick
+        self._shares_memory = names is not None
+        self._slot_writer = None if names is None else SlotWriter(shard.host.buffers.info_slots, names)
+        self._weights_spec = WeightsSpec(())
+        self._weights_memory: memoryview | None = None
+        self._load_error: Exception | None = None
+        self._blocks: dict[tuple[Offer | None, int], RolloutBuffers] = {}
+
+    def answer(self, request: ShardRequest, weights: memoryview | None) -> Answer:
+        """Do what is asked.
+
+        Args:
+            request: From the head.
+            weights: The new weights that came with it, if it came over the socket and they did.
+
+        Returns:
+            The reply, and the arrays that go with it where they are not shared.
+        """
+        shard, call = self._shard, request.call
+        match request:
+            case Step():
+                return self._stepped(call, shard.step(request.buffer, _unpickled(request.actions)))
+            case Reset():
+                options = _unpickled(request.options)
+                return self._stepped(call, shard.reset(request.buffer, request.seeds, request.mask, options))
+            case Resume():
+                shard.resume(request.buffer, request.seeds, values.loads(request.seen), request.ended)
+                return _returned(call, [])
+            case Show():
+                shard.host.show_again(request.buffer)
+                return self._stepped(call, {})
+            case Invoke():
+                args, kwargs = unpickle(request.arguments)
+                return _returned(call, shard.host.call(request.name, args, kwargs))
+            case SetAttribute():
+                shard.host.set_attr(request.name, unpickle(request.values))
+                return _returned(call, [])
+            case Apply():
+                return _returned(call, shard.host.apply(unpickle(request.function), request.rows))
+            case Adopt():
+                return self._adopt(request, weights), ()
+            case Measure():
+                sketch = Sketch(request.version, request.family, values.loads(request.arrays))
+                return Measured(call, *shard.measure(sketch, request.number)), ()
+            case Decide():
+                self.load(request.version, weights)
+                return self._stepped(call, shard.decide(request.buffer, _unpickled(request.arguments) or {}))
+            case Collect():
+                return self._collect(request, weights)
+            case _:
+                assert_never(request)
+
+    def _stepped(self, call: int, infos: dict[str, Any]) -> Answer:
+        host = self._shard.host
+        objects = host.objects()
+        columns = values.dumps(objects) if objects else None
+        errors = list(host.errors)
+        if type(infos) is FullInfos:
+            if self._slot_writer is not None and (generation := self._slot_writer.write(infos)):
+                return Stepped(call, None, columns, generation, errors), ()
+            infos = complete(infos, self._assignment.num_rows)
+        return Stepped(call, values.dumps(infos) if infos else None, columns, 0, errors), host.buffers.results()
+
+    def _adopt(self, request: Adopt, weights: memoryview | None) -> Adopted:
+        self._load_error = None
+        policy, self._weights_spec = unpickle(request.code)
+        self._weights_memory = None if request.weights is None else open_offer(request.weights)
+        self._blocks.clear()
+        decoded = self._weights_spec.decode(self._newest(weights))
+        spec = self._shard.adopt(
+            policy, request.version, decoded, request.num_probes, _unpickled(request.arguments) or {}
+        )
+        return Adopted(request.call, list(spec.extras), list(spec.states))
+
+    def load_for_next(self, version: int, weights: memoryview | None) -> None:
+        """Load weights that came on their own; if that raises, the next rollout says so."""
+        try:
+            self.load(version, weights)
+        except Exception as error:  # noqa: BLE001 - a user's policy may raise anything; it is reported
+            self._load_error = error
+
+    def load(self, version: int | None, weights: memoryview | None) -> None:
+        """Give the policy new weights, if there are any: those that came, or those in shared memory."""
+        if version is not None:
+            self._shard.load(version, self._weights_spec.decode(self._newest(weights)))
+
+    def _newest(self, weights: memoryview | None) -> memoryview:
+        """Return the weights that came with the request, or those in shared memory."""
+        if weights is None and self._weights_memory is not None:
+            return self._weights_memory[: self._weights_spec.size_bytes]
+        if weights is None:
+            raise PolicyError("The head announced new weights, but none came.")
+        return weights
+
+    def _collect(self, request: Collect, weights: memoryview | None) -> Answer:
+        started = time.perf_counter()
+        if self._load_error is not None:
+            error, self._load_error = self._load_error, None
+            raise error
+        self.load(request.version, weights)
+        block = self._block_for(request)
+        first = 0
+
+        def on_step(done: int) -> None:
+            """Send what is made already, so that the network works while the environments do."""
+            nonlocal first
+            self._tick()
+            if self._shares_memory:
+                return
+            if (
+                done - first >= max(least_steps, (request.num_steps - first) // _PART_SHARE)
+                and done < request.num_steps
+            ):
+                part = block.steps(first, done)
+                self._send(Part(request.call, first, done - first), part.arrays())
+                first = done
+
+        size_bytes = sum(array.nbytes for array in block.arrays())
+        least_steps = -(-request.num_steps * _PART_BYTES // size_bytes)
+        summary = self._shard.collect(block, request.number, _unpickled(request.arguments) or {}, on_step)
+        busy_s = time.perf_counter() - started
+        reply = Collected(request.call, values.dumps(summary), busy_s, first, self._shard.policy_version)
+        return reply, block.steps(first, request.num_steps).arrays()
+
+    def _block_for(self, request: Collect) -> RolloutBuffers:
+        """Return this shard's columns of the block; shared memory is laid out once for rollouts of one length."""
+        spec, num_steps, num_rows = self._shard.rollout_layout, request.num_steps, self._assignment.num_rows
+        if spec is None:
+            raise PolicyError("No policy was sent to this worker.")
+        if not self._shares_memory:
+            return spec.make(num_steps, num_rows, allocate)  # A new one: the last may still be on its way to the head.
+        key = request.memory, num_steps
+        if key not in self._blocks:
+            while len(self._blocks) >= _MAX_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+            memory = None if request.memory is None else open_offer(request.memory)
+            if memory is None:
+                raise OSError("The head's memory for rollouts cannot be opened here, though its other memory could.")
+            if request.is_own:
+                block = spec.make(num_steps, num_rows, carver(memory))
+            else:
+                start = self._assignment.start
+                block = spec.make(num_steps, self._assignment.num_envs, carver(memory)).columns(start, start + num_rows)
+            self._blocks[key] = block
+        return self._blocks[key]
+
+
+def _returned(call: int, results: list[Any]) -> Answer:
+    return Returned(call, values.dumps(results)), ()
+
+
+def _unpickled(data: bytes | None) -> Any:
+    return None if data is None else unpickle(data)

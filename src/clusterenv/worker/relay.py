@@ -1,0 +1,132 @@
+"""Relay: carries what a worker prints to its log, which may be full, slow or gone, and never grows without end.
+
+A worker's own output is a pipe, so that printing never fails. Its guardian writes the first megabytes to the log as
+they come. After that only the newest output is kept, and is written when the worker pauses or ends: then it may matter.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import stat
+import time
+
+_FIRST_BYTES = 4 << 20  # Written as they come.
+_LIVE_BYTES = 8 << 20  # Beyond this, only the end is written, when the worker has ended.
+_RESERVED_BYTES = 1 << 19  # For a worker that goes on in a log that others have filled.
+_KEPT_BYTES = 1 << 18
+_READ_BYTES = 1 << 16
+_SAFE_BYTES = select.PIPE_BUF  # So much can be written without waiting to a pipe or socket that says it is ready.
+_PAUSE_S = 1.0  # Also how long to wait after a failed write.
+_LAST_WRITE_S = 2.0
+
+
+class Relay:
+    """One pipe of a worker, and where it leads."""
+
+    def __init__(self, source: int, sink: int) -> None:
+        """Begin to relay.
+
+        Args:
+            source: The pipe's end to read from; it is made not to wait.
+            sink: The log. It may be shared with others: it is neither changed nor cut.
+        """
+        os.set_blocking(source, False)
+        status = os.fstat(sink)
+        self.source = source
+        self.sink = sink
+        self.is_open = True
+        self._is_file = stat.S_ISREG(status.st_mode)
+        self._written = min(status.st_size, _LIVE_BYTES - _RESERVED_BYTES) if self._is_file else 0
+        self._kept = bytearray()  # What is not written yet.
+        self._dropped = 0
+        self._is_line_open = False
+        self._write_at = 0.0  # Not before.
+
+    def waits_for_sink(self, now: float) -> bool:
+        """Whether there is something to write as soon as the sink takes it."""
+        return not self._is_file and self._is_due(now)
+
+    def due_at(self, now: float) -> float | None:
+        """When to call `write` even if nothing happens until then."""
+        is_waiting = self._kept and self._may_write and not self.waits_for_sink(now)
+        return self._write_at if is_waiting else None
+
+    def read(self) -> None:
+        """Take what the worker has printed, at most so much that others get their turn."""
+        try:
+            data = os.read(self.source, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            self.add(data)
+        else:
+            self.is_open = False
+
+    def add(self, data: bytes) -> None:
+        """Take something to write."""
+        self._kept += data
+        excess = len(self._kept) - _KEPT_BYTES
+        if excess > 0:
+            del self._kept[:excess]
+            self._dropped += excess
+        if self._written >= _FIRST_BYTES:
+            self._write_at = time.monotonic() + _PAUSE_S
+
+    def write(self) -> None:
+        """Write what is due, as far as the sink takes it without waiting."""
+        while self._is_due(time.monotonic()) and self._write_some():
+            pass
+
+    def finish(self) -> None:
+        """Take and write all that is left. Whoever wrote it has ended, or is not waited for."""
+        ends_at = time.monotonic() + _LAST_WRITE_S
+        while self.is_open and self._has_input() and time.monotonic() < ends_at:
+            self.read()
+        self._written, self._write_at = 0, 0.0
+        while self._kept and time.monotonic() < ends_at:
+            if not self._write_some() and (self._write_at or not self._is_sink_ready(ends_at - time.monotonic())):
+                return  # It has failed, or takes nothing.
+
+    @property
+    def _may_write(self) -> bool:
+        return self._written < _LIVE_BYTES
+
+    def _is_due(self, now: float) -> bool:
+        return bool(self._kept) and self._may_write and self._write_at <= now
+
+    def _write_some(self) -> bool:
+        """Write once; False if the sink takes nothing now."""
+        if not self._is_file and not self._is_sink_ready(0.0):
+            return False
+        note = b""
+        if self._dropped:
+            line_end = b"\n" if self._is_line_open else b""
+            note = line_end + b"[clusterenv: %d bytes of output were dropped here]\n" % self._dropped
+        data = note + self._kept[: (_READ_BYTES if self._is_file else _SAFE_BYTES) - len(note)]
+        try:
+            count = os.write(self.sink, data)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO, errno.EBADF):  # Nobody will ever read it.
+                self._kept.clear()
+            self._write_at = time.monotonic() + _PAUSE_S  # A full disk may have space again later.
+            return False
+        self._written += count
+        self._is_line_open = data[count - 1 : count] != b"\n"
+        if count >= len(note):
+            self._dropped = 0
+            del self._kept[: count - len(note)]
+        return True
+
+    def _has_input(self) -> bool:
+        poll = select.poll()
+        poll.register(self.source, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _is_sink_ready(self, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self.sink, select.POLLOUT)
+        return bool(poll.poll(max(0.0, timeout_s) * 1000))

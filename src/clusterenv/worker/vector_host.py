@@ -1,0 +1,350 @@
+"""VectorHost: hosts one native vector environment (written as a vector, often in C++ or numpy) as the shard."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.error import ResetNeeded
+from gymnasium.vector import AutoresetMode, VectorEnv
+from numpy.typing import NDArray
+
+from clusterenv.errors import ConfigError, SpaceMismatch
+from clusterenv.wire.assignment import Assignment, RunSpaces
+from clusterenv.wire.info_planes import FullInfos, fits
+from clusterenv.wire.layout import Layout
+from clusterenv.worker.env_host import Pair
+from clusterenv.worker.error_budget import ErrorBudget
+from clusterenv.worker.infos import Infos, complete
+from clusterenv.worker.making import check_spaces, make_vector_env
+
+log = logging.getLogger(__name__)
+
+
+class VectorHost:
+    """Hosts a `VectorEnv` whose sub-environments are the shard's."""
+
+    takes_batches = True
+
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        assignment: Assignment,
+        spaces: RunSpaces,
+        pair: Pair,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Host a vector environment; the arguments are those of `EnvHost`."""
+        self.failed_row: int | None = None
+        self.buffers = pair[0]
+        self._pair = pair
+        self._buffer = 0
+        self._assignment = assignment
+        self._spaces = spaces
+        self._tick = tick
+        self._rows = assignment.num_rows
+        # A VectorEnv, and more than VectorEnv promises: call and set_attr where it has them.
+        self._env: Any = env
+        self._observations = Layout(spaces.observation_space)
+        self._actions = Layout(spaces.action_space)
+        self._targets: Sequence[NDArray[Any] | None] = self.buffers.observations
+        self._objects: list[list[Any]] = []
+        self._shown = self._columns()  # What the last actions were chosen on, one array or list per leaf.
+        self._seeds: Sequence[int | None] = [None] * self._rows
+        self._attributes: dict[str, Sequence[Any]] = {}
+        # After an exception or the loss of another worker: rows whose episode counts as truncated, and whether the next
+        # step is to tell of that; and the first observations of the episodes after it, if they have begun.
+        self._truncated: NDArray[np.bool_] | None = None
+        self._is_told = True
+        self._first: tuple[list[Any], Infos] | None = None
+        self._beginners: NDArray[np.bool_] | None = None  # Whom the next step shows as beginning an episode.
+        # Which of its environments raised, only the vector environment knows: they all begin anew.
+        self._budget = ErrorBudget(1, assignment.start, forgives=assignment.on_env_error == "reset")
+        self.errors = self._budget.errors
+        check_spaces(env.single_observation_space, env.single_action_space, spaces)
+
+    def reset(
+        self, buffer: int, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None
+    ) -> Infos:
+        """Reset the vector environment, passing the mask on if there is one."""
+        self._turn_to(buffer)
+        self.errors.clear()
+        options = None if options is None else dict(options)
+        if mask is not None:
+            if not any(mask):  # Another shard's environments are meant.
+                return {}
+            options = {**(options or {}), "reset_mask": np.array(mask, dtype=np.bool_)}
+        if self._truncated is not None and all(seed is None for seed in seeds):
+            seeds = self._seeds
+        elif mask is None:
+            self._seeds = seeds
+        while True:
+            try:
+                observations, infos = self._env.reset(seed=self._seed(seeds), options=options)
+                self._put(observations)
+                break
+            except Exception as error:
+                if not self._budget.forgive(0, error):
+                    raise
+                self._remake()
+        self._tick()
+        self._truncated, self._first, self._is_told, self._beginners = None, None, True, None
+        rows = slice(None) if mask is None else np.array(mask, np.bool_)
+        self.buffers.terminations[rows] = self.buffers.truncations[rows] = False
+        return _with_masks(infos, self._rows)
+
+    def step(self, buffer: int | None, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
+        """Step the vector environment once; it resets finished episodes automatically."""
+        if buffer is not None:
+            self._turn_to(buffer)
+        self.errors.clear()
+        try:
+            if self._truncated is not None:
+                return self._step_truncated()
+            return self._step(actions, for_rollout=for_rollout)
+        except Exception:
+            self._put_columns(self._shown)
+            raise
+
+    def pending_rows(self) -> list[bool] | None:
+        """Return None: a vector environment that raises has stepped nobody."""
+        return None
+
+    def show_again(self, buffer: int) -> None:
+        """Show in this step buffer what was shown last, if it was not filled since."""
+        if buffer != self._buffer:
+            self._turn_to(buffer)
+            self._put_columns(self._shown)
+
+    def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
+        """Begin new episodes, and let the next step tell of those that were lost."""
+        # Into the other buffer: if this worker is lost, too, the next one is given what is in this one.
+        infos = complete(self.reset(1 - buffer, seeds, None, None), self._rows)
+        first = [_copied(column) for column in self._columns()], infos
+        self._turn_to(buffer)
+        self._first = first
+        self._put_columns(seen)
+        self._truncated, self._is_told = ~np.array(ended, np.bool_), False
+        self.buffers.truncations[:] = ended
+
+    def start_over(self) -> bool:
+        """Show the new episodes' first observations now, if the next step was to tell of lost ones."""
+        if self._truncated is None or self._is_told or self._first is None:
+            return False
+        self._put_columns(self._first[0])
+        self._truncated, self._first, self._is_told = None, None, True
+        self.buffers.terminations[:] = self.buffers.truncations[:] = False
+        return True
+
+    def observe_into(self, arrays: Sequence[NDArray[Any] | None] | None) -> None:
+        """From now on write observations into these arrays, or into the step buffers again."""
+        self._shown = self._columns()
+        self._targets = self.buffers.observations if arrays is None else arrays
+
+    def objects(self) -> list[list[Any]]:
+        """Return the newest observations' leaves that have no fixed size."""
+        return self._objects
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Call a method of the vector environment; one result is taken for all its environments."""
+        if name == "render":
+            result = self._env.render()
+        elif hasattr(self._env, "call"):
+            result = self._env.call(name, *args, **kwargs)
+        else:
+            target = getattr(self._env, name)
+            result = target(*args, **kwargs) if callable(target) else target
+        is_per_env = isinstance(result, tuple | list) and len(result) == self._rows
+        return list(result) if is_per_env else [result] * self._rows
+
+    def set_attr(self, name: str, values: Sequence[Any]) -> None:
+        """Set an attribute of the vector environment, which must be the same for all its environments."""
+        if hasattr(self._env, "set_attr"):
+            self._env.set_attr(name, list(values))
+        elif any(value is not values[0] and value != values[0] for value in values):
+            raise ConfigError(f"{self._env} has one {name!r} for all its environments; give one value, not a list.")
+        else:
+            setattr(self._env, name, values[0])
+        self._attributes[name] = values
+
+    def apply(self, function: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
+        """Run a function on the vector environment; its result is taken for all rows."""
+        return [function(self._env)] * len(rows)
+
+    def close(self) -> None:
+        """Close the vector environment."""
+        if self._env is not None:
+            self._env.close()
+
+    def _step(self, actions: Iterable[Any] | None, *, for_rollout: bool) -> Infos:
+        batch: Any = actions
+        if actions is None:
+            batch = self._actions.nest([array.copy() for array in self.buffers.actions])
+        elif isinstance(actions, list):
+            batch = np.asarray(actions)
+        self._budget.step += 1
+        try:
+            observations, rewards, terminations, truncations, infos = self._env.step(batch)
+            self._put(observations)
+        except Exception as error:
+            if not self._budget.forgive(0, error):
+                raise
+            return self._truncate_all()
+        self.buffers.rewards[:] = rewards
+        self.buffers.terminations[:] = terminations
+        self.buffers.truncations[:] = truncations
+        if self._beginners is not None:
+            self.buffers.rewards[self._beginners] = 0.0
+            self.buffers.terminations[self._beginners] = self.buffers.truncations[self._beginners] = False
+            self._beginners = None
+        if for_rollout and not (np.any(terminations) or np.any(truncations)):
+            return {}  # No episode ends here.
+        return FullInfos(infos) if fits(infos, self._rows) else _with_masks(infos, self._rows)
+
+    def _step_truncated(self) -> Infos:
+        """Step after episodes were truncated without the environment's knowledge: tell of it, or begin new ones."""
+        rows = self._truncated
+        assert rows is not None
+        mode = self._assignment.autoreset_mode
+        if not self._is_told:
+            return self._tell_of_loss(rows, mode)
+        if mode is AutoresetMode.DISABLED:
+            raise ResetNeeded(
+                "The episodes of these environments were truncated, since their worker was lost or one of them raised, "
+                "and autoreset_mode is DISABLED. Reset them all first: envs.reset(options={'reset_mask': truncated})."
+            )
+        infos = self.reset(self._buffer, [None] * self._rows, None, None)
+        self.buffers.rewards[:] = 0.0
+        return infos
+
+    def _tell_of_loss(self, rows: NDArray[np.bool_], mode: AutoresetMode) -> Infos:
+        assert self._first is not None, "it has resumed"
+        first, infos = self._first
+        seen = [_copied(column) for column in self._shown]
+        is_same = mode is AutoresetMode.SAME_STEP
+        shown = [_copied(column) for column in (first if is_same else seen)]
+        if mode is AutoresetMode.NEXT_STEP:  # Those whose episode had ended begin their new one.
+            for column, start in zip(shown, first, strict=True):
+                for row in np.flatnonzero(~rows):
+                    column[row] = start[row]
+        self._put_columns(shown)
+        self.buffers.rewards[:] = 0.0
+        self.buffers.terminations[:] = False
+        self.buffers.truncations[:] = rows
+        told: Infos = {"worker_lost": rows.copy(), "_worker_lost": rows.copy()}
+        self._is_told = True
+        if is_same:
+            self._truncated = self._first = None
+            finals = [self._observations.nest([column[row] for column in seen]) for row in range(self._rows)]
+            return {
+                **infos,
+                **told,
+                **_with_masks({"final_obs": _as_objects(finals), "final_info": {"worker_lost": rows}}, self._rows),
+            }
+        if not rows.all() and mode is AutoresetMode.NEXT_STEP:
+            # A vector environment steps as a whole: the next step is a true one, and shows those whose episodes were
+            # lost one step into their new ones.
+            self._truncated, self._first, self._beginners = None, None, rows
+        return told
+
+    def _truncate_all(self) -> Infos:
+        """Take all episodes for truncated after an exception; by the autoreset mode, begin new ones."""
+        leaves = [_copied(column) for column in self._shown]
+        text = self._budget.text
+        self._seeds = [None] * self._rows
+        infos: Infos = {}
+        if self._assignment.autoreset_mode is AutoresetMode.SAME_STEP:
+            rows = [self._observations.nest([leaf[row] for leaf in leaves]) for row in range(self._rows)]
+            errors = list(self.errors)
+            infos = self.reset(self._buffer, self._seeds, None, None)
+            self.errors[:0] = errors
+            infos |= _with_masks({"final_obs": _as_objects(rows), "final_info": {"env_error": text}}, self._rows)
+        else:
+            self._put_columns(leaves)
+            self._truncated = np.ones(self._rows, np.bool_)
+        self.buffers.rewards[:] = 0.0
+        self.buffers.terminations[:] = False
+        self.buffers.truncations[:] = True
+        return infos | _with_masks({"env_error": text}, self._rows)
+
+    def _remake(self) -> None:
+        try:
+            self._env.close()
+        except Exception:
+            log.warning("a vector environment that is made again could not be closed", exc_info=True)
+        self._env = make_vector_env(self._assignment)
+        check_spaces(self._env.single_observation_space, self._env.single_action_space, self._spaces)
+        for name, values in self._attributes.items():
+            self.set_attr(name, values)
+
+    def _turn_to(self, buffer: int) -> None:
+        """Fill this one of the two step buffers from now on; the other keeps what was filled last."""
+        self._shown = self._columns()
+        self.buffers = self._pair[buffer]
+        self._targets = self.buffers.observations
+        self._buffer = buffer
+
+    def _columns(self) -> list[Any]:
+        """Return where the newest observations are, one array or list per leaf."""
+        objects = iter(self._objects)
+        return [next(objects, []) if array is None else array for array in self._targets]
+
+    def _put_columns(self, columns: Sequence[Any]) -> None:
+        self._objects = [list(column) for column, array in zip(columns, self._targets, strict=True) if array is None]
+        for array, column in zip(self._targets, columns, strict=True):
+            if array is not None:
+                array[...] = column
+
+    def _seed(self, seeds: Sequence[int | None]) -> int | list[int | None] | None:
+        """Seed as the environment can be seeded: consecutive seeds are one number, others must be a list."""
+        first = seeds[0]
+        if all(seed is None for seed in seeds):
+            return None
+        if first is not None and list(seeds) == list(range(first, first + self._rows)):
+            return first
+        return list(seeds)
+
+    def _put(self, observations: Any) -> None:
+        self._objects = []
+        parts = self._observations.flatten(observations)
+        for leaf, target, part in zip(self._observations.leaves, self._targets, parts, strict=True):
+            if target is None:
+                self._objects.append(list(part))
+                continue
+            array: NDArray[Any] = np.asarray(part)
+            if array.shape != target.shape or not np.can_cast(array.dtype, target.dtype, "same_kind"):
+                raise SpaceMismatch(
+                    f"The vector environment's observation{leaf} does not fit its space: expected shape "
+                    f"{target.shape} of {target.dtype}, got shape {array.shape} of {array.dtype}."
+                )
+            target[...] = array
+
+
+def _with_masks(infos: Infos, num_rows: int) -> Infos:
+    """Give every info that has a value per environment its `_key` mask, where the environment left it out."""
+    complete: Infos = {}
+    for key, value in infos.items():
+        if isinstance(value, dict):
+            complete[key] = _with_masks(value, num_rows)
+        elif isinstance(value, np.ndarray) and value.shape[:1] == (num_rows,):
+            complete[key] = value
+        elif isinstance(value, list | tuple) and len(value) == num_rows:
+            complete[key] = _as_objects(value)
+        else:
+            complete[key] = _as_objects([value] * num_rows)
+        if not key.startswith("_") and f"_{key}" not in infos:
+            complete[f"_{key}"] = np.ones(num_rows, dtype=np.bool_)
+    return complete
+
+
+def _as_objects(values: Sequence[Any]) -> NDArray[Any]:
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
+
+
+def _copied(column: Any) -> Any:
+    return column.copy()

@@ -1,0 +1,305 @@
+"""A step that was lost with its worker: the rows are exactly what was seen last, over every transport and mode."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from clusterenv import ClusterEnv, Faults, Network
+from clusterenv.errors import WorkerFailed, WorkerLost
+from tests.conftest import Backend, wait_until_gone
+from tests.counted import EPISODE, INDEX, STEP, Kind, Mishap, Rows, choose, make_counted, rows_of
+from tests.worlds import assert_same
+
+NUM_ENVS = 6  # Three on each of two workers.
+ACTIONS = np.zeros(NUM_ENVS, np.int64)
+SECOND = np.arange(NUM_ENVS) >= 3  # The rows of the second worker.
+Answer = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
+
+
+def kill(envs: ClusterEnv, worker_index: int) -> None:
+    pid = envs.worker_pids[worker_index]
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until_gone([pid]) == []
+
+
+def step_to(envs: ClusterEnv, count: int) -> Rows:
+    """Reset, step so many times, and return the rows seen last."""
+    observations = envs.reset(seed=1)[0]
+    for _ in range(count):
+        observations = envs.step(ACTIONS)[0]
+    return rows_of(observations)
+
+
+def assert_lost(answer: Answer, seen: Rows, lost: NDArray[np.bool_], mode: AutoresetMode) -> None:
+    """Demand that a step's answer flags these rows as lost, shows what was seen, and that the others went on."""
+    observations, rewards, terminated, truncated, infos = answer
+    assert infos["worker_lost"].tolist() == infos["_worker_lost"].tolist() == lost.tolist()
+    assert truncated.tolist() == lost.tolist()
+    assert not terminated.any()
+    assert not rewards[lost].any()
+    rows = rows_of(observations)
+    assert rows[:, INDEX].tolist() == seen[:, INDEX].tolist()
+    assert (rows[~lost, STEP] == seen[~lost, STEP] + 1).all(), "the others were stepped once"
+    if mode is AutoresetMode.SAME_STEP:
+        assert infos["_final_obs"].tolist() == lost.tolist()
+        assert rows_of(list(infos["final_obs"][lost])).tolist() == seen[lost].tolist()
+        assert (rows[lost, STEP] == 0).all(), "new episodes have begun"
+    else:
+        assert rows[lost].tolist() == seen[lost].tolist()
+
+
+def assert_goes_on(envs: ClusterEnv, lost: NDArray[np.bool_], mode: AutoresetMode) -> None:
+    """Demand that after a loss was told, new episodes begin as the autoreset mode says, and nothing is told again."""
+    if mode is AutoresetMode.DISABLED:
+        with pytest.raises(WorkerFailed, match="reset_mask"):
+            envs.step(ACTIONS)  # They have ended, and stay so until they are reset.
+        rows = rows_of(envs.reset(options={"reset_mask": lost})[0])
+        assert (rows[lost, STEP] == 0).all()
+        first = 1
+    else:
+        first = 0 if mode is AutoresetMode.NEXT_STEP else 1
+    for count in (first, first + 1):
+        observations, rewards, terminated, truncated, infos = envs.step(ACTIONS)
+        assert rows_of(observations)[lost, STEP].tolist() == rewards[lost].tolist() == [count] * lost.sum()
+        assert not terminated.any()
+        assert not truncated.any()
+        assert not infos.get("_worker_lost", np.zeros(1)).any()
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        (AutoresetMode.NEXT_STEP, "box"),
+        (AutoresetMode.SAME_STEP, "box"),
+        (AutoresetMode.DISABLED, "box"),
+        (AutoresetMode.NEXT_STEP, "dict"),
+        (AutoresetMode.SAME_STEP, "mixed"),
+        (AutoresetMode.NEXT_STEP, "text"),
+    ],
+)
+def test_rows_of_a_worker_killed_in_the_middle_of_a_step_are_what_was_seen_last(
+    remote: Backend, mode: AutoresetMode, kind: Kind, tmp_path: Path
+) -> None:
+    makers = make_counted(NUM_ENVS, {5: [Mishap("kill", str(tmp_path / "a"), at=5)]}, kind=kind)
+    with ClusterEnv(makers, **remote, autoreset_mode=mode) as envs:
+        seen = step_to(envs, 4)
+        assert_lost(envs.step(ACTIONS), seen, SECOND, mode)
+        assert_goes_on(envs, SECOND, mode)
+        assert len(envs.losses) == 1
+
+
+def test_rows_that_were_not_copied_are_what_was_seen_last_too(remote: Backend, tmp_path: Path) -> None:
+    makers = make_counted(NUM_ENVS, {5: [Mishap("kill", str(tmp_path / "a"), at=5)]})
+    with ClusterEnv(makers, **remote, copy=False) as envs:
+        seen = step_to(envs, 4)
+        assert_lost(envs.step(ACTIONS), seen, SECOND, AutoresetMode.NEXT_STEP)
+        assert_goes_on(envs, SECOND, AutoresetMode.NEXT_STEP)
+
+
+@pytest.mark.parametrize("kind", ["box", "text"])
+@pytest.mark.parametrize("moment", ["in the step", "between steps"])
+def test_rows_whose_episode_had_ended_begin_their_new_one_and_do_not_end_again(
+    remote: Backend, moment: str, kind: Kind, tmp_path: Path
+) -> None:
+    mishaps = {5: [Mishap("kill", str(tmp_path / "a"), at=5)]} if moment == "in the step" else {}
+    with ClusterEnv(make_counted(NUM_ENVS, mishaps, lengths={4: 4}, kind=kind), **remote) as envs:
+        seen = step_to(envs, 3)
+        observations, _, terminated, _, _ = envs.step(ACTIONS)
+        seen = rows_of(observations)
+        assert terminated.tolist() == (np.arange(NUM_ENVS) == 4).tolist()
+        if not mishaps:
+            kill(envs, 1)
+        observations, rewards, terminated, truncated, infos = envs.step(ACTIONS)
+        rows = rows_of(observations)
+        assert len(envs.losses) == 1
+        assert truncated.tolist() == infos["_worker_lost"].tolist() == [False, False, False, True, False, True]
+        assert not terminated.any()
+        assert rows[[3, 5]].tolist() == seen[[3, 5]].tolist()
+        assert (rows[4, STEP], rewards[4]) == (0, 0.0), "environment 4 has begun its next episode"
+        observations, _, terminated, truncated, infos = envs.step(ACTIONS)
+        assert rows_of(observations)[:, STEP].tolist() == [6, 6, 6, 0, 1, 0]
+        assert not (terminated | truncated).any()
+        assert not infos.get("_worker_lost", np.zeros(1)).any()
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_second_worker_lost_while_it_takes_over_changes_nothing_of_what_was_seen(
+    remote: Backend, mode: AutoresetMode, tmp_path: Path
+) -> None:
+    first, second = str(tmp_path / "a"), str(tmp_path / "b")
+    mishaps = {
+        4: [Mishap("kill", second, "reset", given=first)],
+        5: [Mishap("kill", first, at=5)],
+    }
+    with ClusterEnv(make_counted(NUM_ENVS, mishaps), **remote, autoreset_mode=mode) as envs:
+        seen = step_to(envs, 4)
+        assert_lost(envs.step(ACTIONS), seen, SECOND, mode)
+        assert os.path.exists(second)
+        assert_goes_on(envs, SECOND, mode)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_a_successor_lost_before_the_loss_was_told_leaves_it_to_the_next(remote: Backend, mode: AutoresetMode) -> None:
+    with ClusterEnv(make_counted(NUM_ENVS), **remote, autoreset_mode=mode) as envs:
+        seen = step_to(envs, 3)
+        kill(envs, 1)
+        assert envs.call("index") == tuple(range(NUM_ENVS))  # The loss is noticed here, and not told yet.
+        kill(envs, 1)
+        assert_lost(envs.step(ACTIONS), seen, SECOND, mode)
+        assert len(envs.losses) == 2
+        assert_goes_on(envs, SECOND, mode)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+@pytest.mark.parametrize("moment", ["in the reset", "before the reset"])
+def test_a_loss_at_a_reset_of_some_environments_is_told_of_the_others(
+    remote: Backend, mode: AutoresetMode, moment: str, tmp_path: Path
+) -> None:
+    mishaps = {3: [Mishap("kill", str(tmp_path / "a"), "reset", at=2)]} if moment == "in the reset" else {}
+    with ClusterEnv(make_counted(NUM_ENVS, mishaps), **remote, autoreset_mode=mode) as envs:
+        seen = step_to(envs, 4)
+        if not mishaps:
+            kill(envs, 1)
+        mask = np.array([True, False, False, True, False, False])
+        rows = rows_of(envs.reset(options={"reset_mask": mask})[0])
+        assert len(envs.losses) == 1
+        assert rows[~mask].tolist() == seen[~mask].tolist()
+        assert (rows[mask, STEP] == 0).all()
+        assert rows[0, EPISODE] == 1
+        lost = np.array(
+            [False, False, False, False, True, True]
+        )  # Environment 3 has begun the episode it was asked to.
+        assert_lost(envs.step(ACTIONS), rows, lost, mode)
+        assert_goes_on(envs, lost, mode)
+
+
+def test_rows_sent_to_one_by_one_are_what_was_seen_last(remote: Backend, tmp_path: Path) -> None:
+    makers = make_counted(NUM_ENVS, {5: [Mishap("kill", str(tmp_path / "a"), at=5)]})
+    with ClusterEnv(makers, **remote) as envs:
+        seen = rows_of(envs.reset(seed=1)[0])
+        for number in range(1, 8):
+            envs.send(ACTIONS, np.arange(NUM_ENVS))
+            waiting = set(range(NUM_ENVS))
+            before = seen.copy()
+            while waiting:
+                observations, rewards, _, truncated, infos = envs.recv()
+                ids = infos["env_id"]
+                seen[ids] = rows_of(observations)
+                waiting -= set(ids.tolist())
+                lost = number == 5 and 5 in ids
+                assert truncated.tolist() == infos.get("_worker_lost", truncated).tolist() == [lost] * len(ids)
+                if lost:
+                    assert seen[SECOND].tolist() == before[SECOND].tolist()
+                    assert not rewards.any()
+            assert seen[~SECOND, STEP].tolist() == [number] * 3
+        assert seen[SECOND, STEP].tolist() == [1] * 3
+        assert len(envs.losses) == 1
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_a_run_with_losses_is_the_same_over_every_transport(mode: AutoresetMode, tmp_path: Path) -> None:
+    def record(transport: str) -> list[Any]:
+        marks = tmp_path / transport
+        marks.mkdir()
+        mishaps = {
+            1: [Mishap("kill", str(marks / "1"), at=9)],
+            4: [Mishap("exit", str(marks / "4"), at=4), Mishap("kill", str(marks / "again"), given=str(marks / "go"))],
+        }
+        makers = make_counted(NUM_ENVS, mishaps, lengths={0: 3, 2: 4, 3: 3, 5: 8})
+        network = Network(transport=transport)
+        with ClusterEnv(makers, num_workers=2, network=network, autoreset_mode=mode) as envs:
+            answers: list[Any] = [envs.reset(seed=3)]
+            for number in range(30):
+                if number == 20:
+                    (marks / "go").touch()
+                answers.append(envs.step(ACTIONS))
+            losses = [(loss.worker_index, loss.seeds) for loss in envs.losses]
+            assert [index for index, _ in losses] == [1, 0, 1]
+            return [*answers, losses]
+
+    over_memory, over_socket = record("shm"), record("zmq")
+    for number, (ours, theirs) in enumerate(zip(over_memory, over_socket, strict=True)):
+        assert_same(ours, theirs, f"answer {number}")
+
+
+def test_seeds_of_replacements_follow_from_the_runs_seed_after_a_reset_without_one(remote: Backend) -> None:
+    runs = []
+    for _ in range(2):
+        with ClusterEnv(make_counted(NUM_ENVS), **remote) as envs:
+            envs.reset(seed=11)
+            envs.step(ACTIONS)
+            envs.reset()
+            kill(envs, 1)
+            envs.step(ACTIONS)
+            rows = rows_of(envs.step(ACTIONS)[0])
+            runs.append((envs.losses[0].seeds, rows[SECOND].tolist()))
+    assert runs[0] == runs[1]
+
+
+def goes_on_by_rollout(envs: ClusterEnv) -> Rows:
+    return rows_of(envs.rollout(choose, 2).obs[0])
+
+
+def goes_on_by_step(envs: ClusterEnv) -> Rows:
+    """Return what the policy was shown, told by the action it chose: without one's own index nothing adds up."""
+    rows = rows_of(envs.call("observe"))
+    actions = envs.step(choose)[4]["action"]
+    assert actions.tolist() == choose(rows).tolist()
+    return rows
+
+
+@pytest.mark.parametrize("go_on", [goes_on_by_rollout, goes_on_by_step])
+def test_after_an_exception_in_a_rollout_every_row_is_the_newest_of_its_environment(
+    backend: Backend, go_on: Callable[[ClusterEnv], Rows], tmp_path: Path
+) -> None:
+    makers = make_counted(NUM_ENVS, {4: [Mishap("raise", str(tmp_path / "a"), at=5)]})
+    with ClusterEnv(makers, **backend) as envs:
+        envs.reset(seed=1)
+        with pytest.raises((WorkerFailed, ValueError), match="a mishap in the step"):
+            envs.rollout(choose, 8)
+        newest = rows_of(envs.call("observe"))
+        assert newest[SECOND, STEP].tolist() == [5, 4, 4]
+        assert go_on(envs).tolist() == newest.tolist()
+
+
+def lose_in_lockstep(envs: ClusterEnv) -> None:
+    kill(envs, 1)
+    envs.step(ACTIONS)
+    envs.rollout(choose, 2)  # It was of use: this is not a crash loop.
+
+
+def lose_in_a_stream(envs: ClusterEnv) -> None:
+    num_losses = len(envs.losses)
+    with envs.stream(choose, 4) as stream:
+        while next(stream).env_indices[0] != 3:
+            pass
+        kill(envs, 1)
+        while len(envs.losses) == num_losses:
+            next(stream)
+        while next(stream).env_indices[0] != 3:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("lose", "most"), [(lose_in_lockstep, 0), (lose_in_lockstep, 2), (lose_in_a_stream, 0), (lose_in_a_stream, 2)]
+)
+def test_restarts_are_bounded_over_the_whole_run(
+    remote: Backend, lose: Callable[[ClusterEnv], None], most: int
+) -> None:
+    with ClusterEnv(make_counted(NUM_ENVS), **remote, faults=Faults(max_restarts=most)) as envs:
+        envs.reset(seed=1)
+        for _ in range(most):
+            lose(envs)
+        assert len(envs.losses) == most
+        with pytest.raises(WorkerLost, match="max_restarts") as caught:
+            lose(envs)
+        assert (caught.value.worker_index, caught.value.env_indices) == (1, (3, 4, 5))
