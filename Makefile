@@ -6,9 +6,10 @@ PIP_SEEN := $(BIN)/python -m pip install --disable-pip-version-check -c constrai
 PIP := $(PIP_SEEN) --quiet
 # Of the tests: one more than cores, since many only wait; more than four help little.
 PROCESSES ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); [ $$cores -ge 4 ] && echo 4 || echo $$((cores + 1)))
+PYTEST = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check lint types tests bench guard fuzz clean
+.PHONY: help demo test slow quick check lint types bench guard fuzz clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,12 +17,16 @@ help:  ## Show this list
 demo: $(VENV)/.demo  ## Install, and watch PPO learn to land on the moon: two minutes (DEMO_ARGS=--help for options)
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
-test: tests  ## Install, and run the tests
+test: $(VENV)/.dev  ## Install, and run the tests: ten minutes on two cores
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+slow: $(VENV)/.dev  ## Run the tests that take long: examples that learn, campaigns of faults
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 quick: $(VENV)/.dev  ## Run the quick tests: laws, codecs, supervisor, one real run for each transport
-	$(BIN)/python -m pytest -m quick -n $(PROCESSES) --dist loadgroup $(PYTEST_ARGS)
+	$(PYTEST) -m quick $(PYTEST_ARGS)
 
-check: lint types tests  ## Format, lint, types, architecture, tests: what CI runs
+check: lint types test slow  ## Format, lint, types, architecture, all tests: what CI runs
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -29,9 +34,6 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
-
-tests: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.dev  ## Feed nonsense to the codecs for a while (SECONDS=60)
 	$(BIN)/python scripts/fuzz $(or $(SECONDS),60)

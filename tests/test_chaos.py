@@ -13,11 +13,12 @@ import pytest
 from tests import hosts, slurm_cluster
 
 ROOT = Path(__file__).parent.parent
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def run_chaos(*arguments: str) -> None:
     """Run it; it ends with 0 only if all is well."""
-    command = [sys.executable, "-m", "chaos", "--workers=2", "--silence=2", *arguments]
+    command = [sys.executable, "-m", "chaos", "--workers=2", "--silence=4", *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -17,6 +17,11 @@ pytest.importorskip("tyro")
 pytest.importorskip("torch")
 
 
+def learns(test: Any) -> Any:
+    """Mark a test that trains until an improvement cannot be chance."""
+    return pytest.mark.slow(pytest.mark.timeout(300)(test))
+
+
 def improvement(returns: list[float], num_episodes: int = 20) -> float:
     """Mean return of the last episodes, less that of the first."""
     assert len(returns) >= 2 * num_episodes, f"only {len(returns)} episodes"
@@ -40,6 +45,7 @@ def test_the_command_line_names_a_launcher_and_its_options(words: list[str], lau
     assert (args.num_envs, args.launcher) == (8, launcher)
 
 
+@learns
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "LunarLander-v3"])
 def test_ppo_learns(env_id: str) -> None:
     from examples import ppo
@@ -49,6 +55,7 @@ def test_ppo_learns(env_id: str) -> None:
     assert improvement(returns) > 80
 
 
+@learns
 def test_ppo_continuous_learns() -> None:
     pytest.importorskip("mujoco")
     from examples import ppo_continuous as example
@@ -64,6 +71,7 @@ def test_ppo_continuous_learns() -> None:
     assert improvement(example.train(args)) > 30
 
 
+@learns
 def test_ppo_on_a_stream_learns() -> None:
     from examples import ppo_async as example
 
@@ -104,6 +112,7 @@ def test_v_trace_believes_the_critic_where_the_newest_policy_would_never_have_go
     assert advantages.flatten().tolist() == [100.0, 200.0, 100.0]
 
 
+@learns
 def test_ppo_atari_learns_from_pixels() -> None:
     pytest.importorskip("ale_py")
     pytest.importorskip("cv2")
@@ -125,6 +134,7 @@ def test_ppo_atari_learns_from_pixels() -> None:
     assert improvement(example.train(args), num_episodes=16) > 100
 
 
+@learns
 def test_dqn_learns() -> None:
     from examples import dqn
 
@@ -132,6 +142,7 @@ def test_dqn_learns() -> None:
     assert improvement(returns) > 40
 
 
+@learns
 def test_ppo_lstm_learns_what_only_a_memory_can_tell() -> None:
     from examples import ppo_lstm as example
 
@@ -139,6 +150,7 @@ def test_ppo_lstm_learns_what_only_a_memory_can_tell() -> None:
     assert improvement(example.train(args)) > 40
 
 
+@learns
 def test_sac_learns() -> None:
     from examples import sac
 

@@ -185,7 +185,7 @@ def test_nothing_a_user_writes_is_read_as_shell_but_the_setup(
     with launch(launcher, 1, make_located) as envs:
         assert envs.call("variable", "GREETING") == ('it\'s "fine"; $HOME',) * 2
         assert login.run("squeue", "--noheader", "--format=%j|%k") == "a b; touch pwned|$(touch pwned)"
-    assert not list(ROOT.rglob("pwned"))
+    assert not [folder for folder, _, files in os.walk(ROOT) if "pwned" in files]
 
 
 def test_workers_use_as_many_threads_as_they_have_cpus(login: SlurmCluster) -> None:

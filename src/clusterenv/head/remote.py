@@ -379,6 +379,8 @@ class Remote:
 
     def read_step(self, worker: Worker, reply: Reply) -> Outcome:
         """Return what one worker's step or reset brought; errors by its own rows."""
+        if isinstance(reply, Stepped) and reply.is_plain and not reply.generation and not self._num_object_leaves:
+            return Outcome({}, [], [], [])
         with blame(worker):
             stepped = expect(Stepped, reply)
             infos = self._infos.read(worker, stepped)
@@ -887,7 +889,7 @@ class Remote:
         return partial(self._land_step, worker, buffer)
 
     def _land_step(self, worker: Worker, buffer: int, reply: Reply, _num_parts: int) -> Sequence[NDArray[Any]]:
-        return list(worker.buffers[buffer].results()) if isinstance(reply, Stepped | Failed) else ()
+        return worker.buffers[buffer].results if isinstance(reply, Stepped | Failed) else ()
 
     def land_rollout(self, worker: Worker, columns: RolloutBuffers) -> Landing:
         """Return where the parts of a rollout go, one after another."""
@@ -895,7 +897,7 @@ class Remote:
 
         def land(reply: Reply, done: int) -> Sequence[NDArray[Any]]:
             if isinstance(reply, Failed):
-                return list(worker.buffers[worker.shown].results())
+                return worker.buffers[worker.shown].results
             if not isinstance(reply, Collected | Part):
                 return ()
             stop = num_steps if isinstance(reply, Collected) else reply.first + reply.count

@@ -60,16 +60,11 @@ def fill(arrays: Sequence[NDArray[Any]], frames: Sequence[memoryview]) -> None:
     Raises:
         WireError: The number of frames, or the size of one, is wrong.
     """
-    sizes = [(array, left) for array in arrays for left in range(array.nbytes, 0, -CHUNK_BYTES) or (0,)]
-    if len(frames) != len(sizes):
-        raise WireError(f"Expected {len(sizes)} frames for {len(arrays)} arrays, got {len(frames)}.")
-    for frame, (array, left) in zip(frames, sizes, strict=True):
-        if frame.nbytes != left and not frame.nbytes == CHUNK_BYTES < left:
-            wanted = min(left, CHUNK_BYTES)
-            raise WireError(f"Expected {wanted} bytes for {array.dtype}{array.shape}, got {frame.nbytes}.")
+    sizes = [array.nbytes for array in arrays]
+    if sizes != [frame.nbytes for frame in frames] or max(sizes, default=0) > CHUNK_BYTES:
+        _check_pieces(arrays, frames)
     rest = iter(frames)
-    for array in arrays:
-        size = array.nbytes
+    for array, size in zip(arrays, sizes, strict=True):
         if size > CHUNK_BYTES:
             _fill_large(array, itertools.islice(rest, -(-size // CHUNK_BYTES)))
         elif array.dtype == np.bool_:
@@ -79,6 +74,16 @@ def fill(arrays: Sequence[NDArray[Any]], frames: Sequence[memoryview]) -> None:
             frame = next(rest)
             if size:
                 array[...] = np.frombuffer(frame, array.dtype).reshape(array.shape)
+
+
+def _check_pieces(arrays: Sequence[NDArray[Any]], frames: Sequence[memoryview]) -> None:
+    sizes = [(array, left) for array in arrays for left in range(array.nbytes, 0, -CHUNK_BYTES) or (0,)]
+    if len(frames) != len(sizes):
+        raise WireError(f"Expected {len(sizes)} frames for {len(arrays)} arrays, got {len(frames)}.")
+    for frame, (array, left) in zip(frames, sizes, strict=True):
+        if frame.nbytes != left and not frame.nbytes == CHUNK_BYTES < left:
+            wanted = min(left, CHUNK_BYTES)
+            raise WireError(f"Expected {wanted} bytes for {array.dtype}{array.shape}, got {frame.nbytes}.")
 
 
 def _fill_large(array: NDArray[Any], frames: Iterable[memoryview]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -79,16 +80,15 @@ class StepBuffers:
             self.info_slots[:, start:stop],
         )
 
-    def results(self) -> Iterator[NDArray[Any]]:
-        """Yield the arrays a worker fills, in wire order."""
-        yield from (array for array in self.observations if array is not None)
-        yield self.rewards
-        yield self.terminations
-        yield self.truncations
+    @cached_property
+    def results(self) -> list[NDArray[Any]]:
+        """The arrays a worker fills, in wire order."""
+        fixed = [array for array in self.observations if array is not None]
+        return [*fixed, self.rewards, self.terminations, self.truncations]
 
     def copy_from(self, other: StepBuffers) -> None:
         """Take over everything a step fills."""
-        for own, array in zip(self.results(), other.results(), strict=True):
+        for own, array in zip(self.results, other.results, strict=True):
             own[...] = array
 
 

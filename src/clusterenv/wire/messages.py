@@ -242,6 +242,11 @@ class Stepped(_Message, tag=22, frozen=True):
     generation: Annotated[int, Meta(ge=0, lt=MAX_GENERATION)] = 0  # of the infos in shared memory; 0: none are there
     errors: list[tuple[int, str]] = []  # exceptions of environments that were forgiven: rows of the shard, and texts
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether two numbers say it all: the call's, and the infos' generation."""
+        return self.infos is None and self.columns is None and not self.errors
+
 
 class Returned(_Message, tag=23, frozen=True):
     """Worker to head: what the call returned, one value per environment."""

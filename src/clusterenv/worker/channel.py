@@ -39,6 +39,7 @@ from clusterenv.wire.shared import WorkerMailbox
 from clusterenv.wire.zeromq import WorkerSocket
 
 _ON_ITS_WAY_S = 60.0  # How long a message may take that the head says it has sent.
+_UPKEEP_CALLS = 64  # How often to read the socket where calls come by the mailbox: the head's pings pile up there.
 _PROGRESS_S = 0.5  # How often to tell a head that shares no memory that a long call makes progress.
 
 Message: TypeAlias = tuple[Request, list[memoryview]]
@@ -57,6 +58,7 @@ class Channel:
         self._mailbox: WorkerMailbox | None = None
         self._actions: Sequence[NDArray[Any]] = ()
         self._backlog: deque[Message] = deque()  # Came over the socket, and was not begun.
+        self._early: Message | None = None  # Came over the socket, and was not announced in the mailbox when last seen.
         self._num_received = 0  # Of those messages that the head counts in the mailbox.
         self._came_by_mailbox = False
         self._call = 0
@@ -79,7 +81,9 @@ class Channel:
         if mailbox is None:
             self._read_socket(0.0 if self._backlog else timeout_s)
         else:
-            if (mailbox.wait(0.0 if self._backlog else timeout_s)) and (request := self._look(mailbox)) is not None:
+            if not mailbox.wait(0.0 if self._backlog else timeout_s):
+                self._skip_pings()
+            elif (request := self._look(mailbox)) is not None:
                 return request
             if mailbox.is_stopped:
                 return Stop()
@@ -94,7 +98,7 @@ class Channel:
             self._socket.send([messages.encode(reply), *arrays])
         elif not self._came_by_mailbox:
             self._socket.send([messages.encode(reply)])
-        elif isinstance(reply, Stepped) and reply.infos is None and reply.columns is None and not reply.errors:
+        elif isinstance(reply, Stepped) and reply.is_plain:
             mailbox.post_plain(reply.call, reply.generation)
         else:
             assert not isinstance(reply, Register | Join), "a worker joins before it shares memory"
@@ -113,6 +117,8 @@ class Channel:
         found = mailbox.take()
         if isinstance(found, Step):
             self._came_by_mailbox = True
+            if not found.call % _UPKEEP_CALLS:
+                self._skip_pings()
             return found
         if mailbox.is_stopped:
             return Stop()
@@ -135,11 +141,9 @@ class Channel:
     def _read_socket(self, timeout_s: float, *, all_there_is: bool = True) -> bool:
         """Put what came over the socket into the backlog; returns whether anything came."""
         has_come = False
-        while (frames := self._socket.receive(timeout_s)) is not None:
-            request = messages.decode_request(frames[0].buffer)
-            if isinstance(request, Ping):
-                continue
-            self._backlog.append((request, [frame.buffer for frame in frames[1:]]))
+        while (message := self._next_message(timeout_s)) is not None:
+            request = message[0]
+            self._backlog.append(message)
             self._num_received += not isinstance(request, Stop | Refused | Registered)
             has_come, timeout_s = True, 0.0
             # Rollouts of a stream are asked for ahead, and what is more urgent comes behind them. After any other
@@ -147,6 +151,21 @@ class Channel:
             if not all_there_is or not isinstance(request, Collect | Load | Measure):
                 break
         return has_come
+
+    def _next_message(self, timeout_s: float) -> Message | None:
+        """Return what came over the socket, but for pings, which ask whether the connection is still there."""
+        if (early := self._early) is not None:
+            self._early = None
+            return early
+        while (frames := self._socket.receive(timeout_s)) is not None:
+            request = messages.decode_request(frames[0].buffer)
+            if not isinstance(request, Ping):
+                return request, [frame.buffer for frame in frames[1:]]
+        return None
+
+    def _skip_pings(self) -> None:
+        """Read what lies in the socket before anything that is to be dealt with: the mailbox says when that is."""
+        self._early = self._next_message(0.0)
 
     def _take_most_urgent(self) -> Request | None:
         """Return what was asked for first, but rollouts last: new weights, and an end, must not wait behind them."""

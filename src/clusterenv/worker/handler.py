@@ -131,7 +131,7 @@ class Handler:
             if self._slot_writer is not None and (generation := self._slot_writer.write(infos)):
                 return Stepped(call, None, columns, generation, errors), ()
             infos = complete(infos, self._assignment.num_rows)
-        return Stepped(call, values.dumps(infos) if infos else None, columns, 0, errors), host.buffers.results()
+        return Stepped(call, values.dumps(infos) if infos else None, columns, 0, errors), host.buffers.results
 
     def _adopt(self, request: Adopt, weights: memoryview | None) -> Adopted:
         self._load_error = None

@@ -211,7 +211,7 @@ class _Worker:
         if isinstance(request, Step | Decide):
             host.show_again(request.buffer)
         is_step = isinstance(request, Step | Decide | Collect)
-        self._send_failure(request.call, error, where, host.buffers.results() if is_step else ())
+        self._send_failure(request.call, error, where, host.buffers.results if is_step else ())
 
     def _send_failure(self, call: int, error: BaseException, where: Where, arrays: Iterable[NDArray[Any]] = ()) -> None:
         row = None if self._shard is None or where == "policy" else self._shard.failed_row
