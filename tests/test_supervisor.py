@@ -179,3 +179,19 @@ def test_seeds_of_replacements_follow_from_the_runs_and_an_unseeded_reset_does_n
         seeds.append(workers[1].seeds)
     assert seeds[0] == seeds[1]
     assert seeds[0][1] == seeds[0][0] + 1
+
+
+def test_one_that_is_lost_before_the_run_begins_without_it_is_started_again() -> None:
+    supervisor, workers = supervise(2, Faults(min_workers=1))
+    bring_up(supervisor, workers)
+    supervisor.lost(workers[1], "it ended", 1.0)
+    supervisor.begin_without(workers[1])
+    assert Restart(workers[1]) in supervisor.advance(10.0)
+
+
+def test_the_name_of_a_lost_workers_host_is_as_it_is_written() -> None:
+    supervisor, (worker,) = supervise(1, Faults(on_loss="raise"))
+    bring_up(supervisor, [worker])
+    worker.pid, worker.hostname = 7, "GPU-Node7"
+    supervisor.lost(worker, "it ended", 1.0)
+    assert str(worker.fatal).startswith("Worker 0 (pid 7 on GPU-Node7)")

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.actions import is_batch
 from clusterenv.adapters import as_policy
 from clusterenv.config import Faults, Network, Timeouts
-from clusterenv.errors import ConfigError, WorkerLost
+from clusterenv.errors import CallTimeout, ConfigError, WorkerLost
 from clusterenv.head.exchange import Exchange
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.remote import Remote
@@ -156,6 +156,7 @@ class ClusterEnv(BackedVectorEnv):
             backend.on_adopted = self._rollouts.versions.note_adopted
             backend.weights_now = self._rollouts.versions.encode_newest
         self._exchange = Exchange(backend, *layouts)
+        self._is_agents_step = False  # Whether workers choose the actions of the step under way.
         self._is_exchanging = False  # Whether `send` or `recv` may have left something behind.
         self._agent: tuple[object, Policy] | None = None
         self._stream: Stream | InlineStream | None = None
@@ -173,7 +174,7 @@ class ClusterEnv(BackedVectorEnv):
                 index=worker.index,
                 pid=worker.pid,
                 host=worker.hostname,
-                state=worker.state.value,
+                state="closed" if self.closed else worker.state.value,
                 environments=worker.env_indices,
                 version=worker.policy.version,
                 losses=tuple(loss for loss in self._backend.losses if loss.worker_index == worker.index),
@@ -202,11 +203,12 @@ class ClusterEnv(BackedVectorEnv):
             WorkerLost: A worker died.
         """
         with self._owner:
+            before = self._pending
             try:
                 self._start_step(actions, values)
                 return self._step_wait(None)
-            except KeyboardInterrupt:
-                self._pending = None
+            except BaseException:
+                self._pending = before  # Nobody waits for what was begun here.
                 raise
 
     def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
@@ -228,12 +230,14 @@ class ClusterEnv(BackedVectorEnv):
                 raise TypeError("values= goes with an agent, whose policy is given them, not with actions.")
             # Before it begins: if it fails or is interrupted, its workers may have forgotten theirs.
             self._rollouts.versions.forget_probes()
+            self._is_agents_step = False
             self._pending = "step", self._backend.step(self._actions.place(actions))
         else:
             self._check_idle("step_async")
             policy = self._policy_of(actions)
             self._ensure_reset()
             self._pending = "step", self._rollouts.start_step(policy, dict(values or {}))
+            self._is_agents_step = True
 
     def rollout(self, agent: Any, num_steps: int, *, values: Mapping[str, Any] | None = None) -> Rollout:
         """Let the workers step every environment `num_steps` times, with actions the agent's policy chooses there.
@@ -401,11 +405,22 @@ class ClusterEnv(BackedVectorEnv):
         except WorkerLost:
             self._exchange.forget()  # For good: other calls say so, too.
             raise
-        except KeyboardInterrupt:
-            self._pending = None
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._pending = None
             raise
         self._pending = None if self._exchange.is_idle else ("send", None)
         self._is_exchanging = self._pending is not None
+
+    def _finish(self, name: str, timeout: float | None) -> Outcome:
+        try:
+            return super()._finish(name, timeout)
+        except CallTimeout:
+            raise
+        except BaseException:
+            if self._is_agents_step:  # Nobody knows which weights the workers hold.
+                self._rollouts.versions.forget_policy()
+            raise
 
     def _note_step(self, outcome: Outcome) -> None:
         self._rollouts.note_step(self.num_envs, outcome.errors)

@@ -38,6 +38,7 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     def _serve(self, backend: Remote | Inline, sample: Sample) -> None:
         """Take charge of a backend, whose environments are like the sample."""
+        self._finalizer = weakref.finalize(self, backend.close)
         self.metadata = {**sample.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = sample.render_mode
         self.single_observation_space = sample.single_observation_space
@@ -51,7 +52,6 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._pending: tuple[str, Any] | None = None  # The call under way: its name, and what the backend knows it by.
         self._was_reset = False
         self._owner = Ownership()
-        self._finalizer = weakref.finalize(self, backend.close)
 
     @property  # type: ignore[misc]  # read-only, as SyncVectorEnv has it
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]  # as SyncVectorEnv has it
@@ -76,11 +76,12 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
             The observations of all environments, and the infos of those that were reset.
         """
         with self._owner:
+            before = self._pending
             try:
                 self.reset_async(seed=seed, options=options)
                 return self.reset_wait()
-            except KeyboardInterrupt:
-                self._pending = None
+            except BaseException:
+                self._pending = before  # Nobody waits for what was begun here.
                 raise
 
     def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
@@ -123,11 +124,12 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method, or read an attribute, of every environment, looking through its wrappers."""
         with self._owner:
+            before = self._pending
             try:
                 self.call_async(name, *args, **kwargs)
                 return self.call_wait()
-            except KeyboardInterrupt:
-                self._pending = None
+            except BaseException:
+                self._pending = before
                 raise
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:

@@ -553,7 +553,7 @@ class Remote:
         if mailboxes is not None and mailboxes.under_way:
             self._note_plain(time.monotonic())
         if self._under_way or self.stream is not None:
-            if any(pending.waiting for pending in self._under_way):
+            if any(worker.is_ready for pending in self._under_way for worker in pending.waiting):
                 log.warning("waiting for a call that was interrupted, before the next one")
             for pending in self._under_way:
                 pending.abandon()

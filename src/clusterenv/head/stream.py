@@ -212,7 +212,7 @@ class Stream:
         if self._versions.newest - worker.policy.version > self._max_lag:
             self._versions.insist(worker)
             self._send_weights(worker)
-        elif not worker.stream.is_comparing and self._versions.is_behind(worker):
+        elif not worker.stream.is_comparing and self._versions.is_behind(worker) and self._versions.can_judge(worker):
             self._compare(worker)
 
     def _compare(self, worker: Worker) -> None:
@@ -234,13 +234,13 @@ class Stream:
     def _ask(self, worker: Worker) -> None:
         """Ask a worker for one more rollout."""
         pickled = cloudpickle.dumps(self.values) if self.values else None
-        slot = worker.stream.free.pop() if worker.stream.free else self._make_slot(worker)
-        self._versions.number += 1
-        asked = AskedRollout(self._versions.number, slot)
-        offer = None if slot.memory is None else slot.memory.offer
         calls = self._remote.calls
         call = calls.next_number()
         with calls.deferred:
+            slot = worker.stream.free.pop() if worker.stream.free else self._make_slot(worker)
+            self._versions.number += 1
+            asked = AskedRollout(self._versions.number, slot)
+            offer = None if slot.memory is None else slot.memory.offer
             worker.stream.asked.append(asked)
             calls.send(
                 worker,

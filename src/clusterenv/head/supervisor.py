@@ -92,8 +92,9 @@ class Supervisor:
             self._entropy = seed
 
     def begin_without(self, worker: Worker) -> None:
-        """Do not wait for a worker that has not joined yet."""
-        worker.state = State.LATE
+        """Do not wait for a worker that has not joined yet; one that was lost is started again all the same."""
+        if worker.state is State.STARTING and worker.lost_at is None:
+            worker.state = State.LATE
 
     def joined(self, worker: Worker, now: float) -> None:
         """Note that a worker has come."""
@@ -178,14 +179,15 @@ class Supervisor:
         words = [self._entropy or 0, worker.index, worker.num_losses]
         sequence = np.random.SeedSequence(words if self._entropy is not None else None)
         # Consecutive, as Gymnasium spreads a seed: native vector environments take no list.
-        first = int(sequence.generate_state(1)[0]) % 2**31
+        first = int(sequence.generate_state(1)[0]) % (2**31 - worker.num_envs)
         return list(range(first, first + worker.num_envs))
 
 
 def lost_error(worker: Worker, reason: str) -> WorkerLost:
     """Return what tells the user of a worker that is lost."""
+    name = str(worker)
     return WorkerLost(
-        f"{str(worker).capitalize()}, is lost: {reason}",
+        f"{name[0].upper()}{name[1:]}, is lost: {reason}",
         worker_index=worker.index,
         env_indices=worker.env_indices,
     )

@@ -161,6 +161,10 @@ class Versions:
         """Whether a worker holds an older version than the newest, and nobody has judged yet whether that will do."""
         return worker.policy.version < self.newest > worker.policy.checked
 
+    def can_judge(self, worker: Worker) -> bool:
+        """Whether a worker has delivered observations to compare policies on, if the rule compares them."""
+        return worker.policy.probes is not None or not self._rule.needs_sketch
+
     def judge(self, worker: Worker, version: int, divergence: float | None) -> bool:
         """Decide whether a worker takes the newest version; then count that.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import select
@@ -266,7 +267,8 @@ class Process:
     def kill(self) -> None:
         """End it: it may be stopped, and go on later where it was."""
         if self._handle is not None and not self.has_ended:
-            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # It has ended since.
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def forget(self) -> None:
         """Give the handle back."""

@@ -11,7 +11,7 @@ from clusterenv.head.calls import Calls
 from clusterenv.head.remote import Remote, RemotePlan
 from clusterenv.head.supervisor import Supervisor
 from clusterenv.head.worker import Worker
-from clusterenv.launchers.base import Launcher
+from clusterenv.launchers.base import Fleet, Launcher
 from clusterenv.setup.factories import Factories, local_registry, pickle_code
 from clusterenv.setup.sample import ObservationMode, Sample, make_sample
 from clusterenv.setup.trial import check_factory, describe_here
@@ -87,25 +87,23 @@ def start_workers(
         check_factory(first, timeouts.trial_s)
     addresses = choose_addresses(network.listen, network.advertise, launcher.route_to)
     socket = HeadSocket(addresses, timeouts.silence_s)
+    workers = [Worker(index, start, stop) for index, (start, stop) in enumerate(shards)]
+    fleet: Fleet | None = None
+    remote: Remote | None = None
     try:
         fleet = launcher.launch(msgspec.structs.replace(socket.ticket, hang_s=timeouts.call_s), num_workers)
-    except BaseException:
-        socket.close()
-        raise
-    workers = [Worker(index, start, stop) for index, (start, stop) in enumerate(shards)]
-    remote = Remote(
-        Calls(socket, fleet, workers, timeouts),
-        fleet,
-        workers,
-        Supervisor(workers, faults, timeouts),
-        RemotePlan(
-            code=code.__getitem__,
-            autoreset_mode=mode,
-            shares_memory=network.transport != "zmq" and semaphore.IS_SUPPORTED,
-            timeouts=timeouts,
-        ),
-    )
-    try:
+        remote = Remote(
+            Calls(socket, fleet, workers, timeouts),
+            fleet,
+            workers,
+            Supervisor(workers, faults, timeouts),
+            RemotePlan(
+                code=code.__getitem__,
+                autoreset_mode=mode,
+                shares_memory=network.transport != "zmq" and semaphore.IS_SUPPORTED,
+                timeouts=timeouts,
+            ),
+        )
         at_least = num_workers if faults.min_workers is None or observation_mode == "different" else faults.min_workers
         remote.gather(at_least)
         descriptions = [(w.num_envs, w.description) for w in workers if w.description is not None]
@@ -119,6 +117,11 @@ def start_workers(
                 "another container or as another user. transport='auto' uses ZeroMQ for such workers."
             )
     except BaseException:
-        remote.close(terminate=True)
+        if remote is not None:
+            remote.close(terminate=True)
+        else:
+            if fleet is not None:
+                fleet.stop(0.0)
+            socket.close()
         raise
     return remote, sample

@@ -86,26 +86,24 @@ def check_factory(assignment: Assignment, timeout_s: float) -> None:
 
 def _try(assignment: Assignment, timeout_s: float) -> Description | Failure:
     code = pickle_code(assignment, "The factory of environment 0")
-    reading, writing = os.pipe()
-    with tempfile.TemporaryFile() as log_file, open(reading, "rb") as results:
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-c", "from clusterenv.setup.trial import run; run()", str(writing)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-                stdin=subprocess.PIPE,
-                stdout=log_file,
-                stderr=log_file,
-                pass_fds=[writing],
-                start_new_session=True,
-            )
-        finally:
-            os.close(writing)
+    # A file and not a pipe: the description of a space of pixels would fill a pipe, and nobody reads it meanwhile.
+    with tempfile.TemporaryFile() as log_file, tempfile.TemporaryFile() as results:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from clusterenv.setup.trial import run; run()", str(results.fileno())],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=log_file,
+            stderr=log_file,
+            pass_fds=[results.fileno()],
+            start_new_session=True,
+        )
         try:
             process.communicate(code, timeout_s)
         except subprocess.TimeoutExpired:
             return Failure(text=f"Environment 0 was not made within {timeout_s:g} s.", may_be_here_only=True)
         finally:
             _end(process)
+        results.seek(0)
         data = results.read()
         if data:
             outcome: Description | Failure = cloudpickle.loads(data)

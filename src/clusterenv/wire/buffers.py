@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -85,6 +85,11 @@ class StepBuffers:
         """The arrays a worker fills, in wire order."""
         fixed = [array for array in self.observations if array is not None]
         return [*fixed, self.rewards, self.terminations, self.truncations]
+
+    def beside(self) -> StepBuffers:
+        """Return buffers with rewards and flags of their own, and everything else the same."""
+        own = {name: np.zeros_like(getattr(self, name)) for name in ("rewards", "terminations", "truncations")}
+        return replace(self, **own)
 
     def copy_from(self, other: StepBuffers) -> None:
         """Take over everything a step fills."""

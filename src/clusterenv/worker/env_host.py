@@ -97,6 +97,26 @@ class Host(Protocol):
         """Close the environments."""
 
 
+class Aside:
+    """Where a rollout's steps put rewards and flags: the step buffers keep what the learner saw until it is over."""
+
+    def __init__(self, buffers: StepBuffers) -> None:
+        self._own = buffers.beside()
+        self._is_used = False
+
+    def use(self, is_rollout: bool, buffers: StepBuffers) -> StepBuffers:
+        """Return what the next step fills; after a rollout the step buffers, with what its last step has left."""
+        if is_rollout:
+            self._is_used = True
+            return self._own
+        if self._is_used:
+            self._is_used = False
+            buffers.rewards[:] = self._own.rewards
+            buffers.terminations[:] = self._own.terminations
+            buffers.truncations[:] = self._own.truncations
+        return buffers
+
+
 class _Lost:
     """Stands in for an environment whose episode was lost with another worker, until the next step has told of it."""
 
@@ -140,6 +160,7 @@ class EnvHost:
         self._first: tuple[list[NDArray[Any] | None], list[list[Any]]] = [], []  # After `resume`: first observations.
         self._pair = pair
         self._buffer = 0
+        self._aside = Aside(pair[0])
         self._tick = tick
         self._factories: list[EnvFactory] = assignment.factories
         self._spaces = spaces
@@ -268,6 +289,7 @@ class EnvHost:
     def observe_into(self, arrays: Sequence[NDArray[Any] | None] | None) -> None:
         """From now on write observations into these arrays, or into the step buffers again."""
         self._shown = self._writer.shown()
+        self.buffers = self._aside.use(arrays is not None, self._pair[self._buffer])
         self._writer.retarget(self.buffers.observations if arrays is None else arrays)
 
     def objects(self) -> list[list[Any]]:

@@ -15,7 +15,7 @@ from clusterenv.errors import ConfigError, SpaceMismatch
 from clusterenv.wire.assignment import Assignment, RunSpaces
 from clusterenv.wire.info_planes import FullInfos, fits
 from clusterenv.wire.layout import Layout
-from clusterenv.worker.env_host import Pair
+from clusterenv.worker.env_host import Aside, Pair
 from clusterenv.worker.error_budget import ErrorBudget
 from clusterenv.worker.infos import Infos, complete
 from clusterenv.worker.making import check_spaces, make_vector_env
@@ -41,6 +41,7 @@ class VectorHost:
         self.buffers = pair[0]
         self._pair = pair
         self._buffer = 0
+        self._aside = Aside(pair[0])
         self._assignment = assignment
         self._spaces = spaces
         self._tick = tick
@@ -104,8 +105,8 @@ class VectorHost:
             if self._truncated is not None:
                 return self._step_truncated()
             return self._step(actions, for_rollout=for_rollout)
-        except Exception:
-            self._put_columns(self._shown)
+        except BaseException:
+            self._restore()
             raise
 
     def pending_rows(self) -> list[bool] | None:
@@ -116,7 +117,7 @@ class VectorHost:
         """Show in this step buffer what was shown last, if it was not filled since."""
         if buffer != self._buffer:
             self._turn_to(buffer)
-            self._put_columns(self._shown)
+            self._restore()
 
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
         """Begin new episodes, and let the next step tell of those that were lost."""
@@ -141,6 +142,7 @@ class VectorHost:
     def observe_into(self, arrays: Sequence[NDArray[Any] | None] | None) -> None:
         """From now on write observations into these arrays, or into the step buffers again."""
         self._shown = self._columns()
+        self.buffers = self._aside.use(arrays is not None, self._pair[self._buffer])
         self._targets = self.buffers.observations if arrays is None else arrays
 
     def objects(self) -> list[list[Any]]:
@@ -282,9 +284,18 @@ class VectorHost:
     def _turn_to(self, buffer: int) -> None:
         """Fill this one of the two step buffers from now on; the other keeps what was filled last."""
         self._shown = self._columns()
-        self.buffers = self._pair[buffer]
-        self._targets = self.buffers.observations
-        self._buffer = buffer
+        if buffer != self._buffer:  # Else it may be a rollout that is filled.
+            self.buffers = self._pair[buffer]
+            self._targets = self.buffers.observations
+            self._buffer = buffer
+
+    def _restore(self) -> None:
+        """Show once more what was shown last: a step has failed, or is not to be made."""
+        self._put_columns(self._shown)
+        if self._targets is self.buffers.observations:  # Not in a rollout, whose flags are its own.
+            other = self._pair[1 - self._buffer]
+            self.buffers.terminations[:] = other.terminations
+            self.buffers.truncations[:] = other.truncations
 
     def _columns(self) -> list[Any]:
         """Return where the newest observations are, one array or list per leaf."""
