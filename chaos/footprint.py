@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+_ENOUGH = 9  # Moments: with fewer, one of them decides, in which a question to Slurm may be under way.
 _LINGERING = 2  # Descriptors: a connection that has just ended, the log of a worker that has.
 
 
@@ -72,7 +73,7 @@ class Course:
         self.moments.append(Moment(at_s, measure_head(), [Footprint.of(pid) for pid in worker_pids]))
 
     def find_growth(self, max_bytes: float, *, of_workers: bool) -> list[str]:
-        """Return who holds more in the end than in the beginning; every process is looked at for itself.
+        """Return who holds more in the end than in the beginning, after a run long enough to say; each by itself.
 
         What is held goes up and down, for a strike or a question to Slurm needs descriptors of this process too. So the
         least of the last third counts, against the most of the first.
@@ -81,7 +82,9 @@ class Course:
             max_bytes: As much more is nothing: interpreters and allocators keep some.
             of_workers: Whether to look at workers too, which makes sense if they are still the same.
         """
-        third = max(1, len(self.moments) // 3)
+        if len(self.moments) < _ENOUGH:
+            return []
+        third = len(self.moments) // 3
         first, last = self.moments[:third], self.moments[-third:]
         problems = _compare("the head", [m.head for m in first], [m.head for m in last], max_bytes)
         for index in range(len(first[0].workers) if of_workers else 0):
