@@ -133,9 +133,10 @@ def test_a_place_belongs_to_the_key_that_was_registered_for_it(story: list[Event
 
 
 def test_nobody_else_need_be_started_for_a_place_that_is_registered_for() -> None:
-    places = Places([Worker(0, 0, 1)])
-    assert not places.is_taken(0)
+    worker = Worker(0, 0, 1)
+    places = Places([worker])
+    assert worker.place.key is None
     places.register(0, "a", 0.0)
-    assert places.is_taken(0)
+    assert worker.place.key == "a"
     places.give_up(0, 1.0)
-    assert not places.is_taken(0)
+    assert worker.place.key is None

@@ -153,8 +153,8 @@ class ClusterEnv(BackedVectorEnv):
         layouts = self._action_layout, self._observation_layout
         self._rollouts = Rollouts(backend, sync or AdaptiveSync(), layouts, self.autoreset_mode, copies=copy)
         if isinstance(backend, Remote):
-            backend.on_adopted = self._rollouts.versions.note_adopted
-            backend.weights_now = self._rollouts.versions.encode_newest
+            backend.preparation.on_adopted = self._rollouts.versions.note_adopted
+            backend.preparation.weights_now = self._rollouts.versions.encode_newest
         self._exchange = Exchange(backend, *layouts)
         self._is_agents_step = False  # Whether workers choose the actions of the step under way.
         self._is_exchanging = False  # Whether `send` or `recv` may have left something behind.

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from clusterenv.errors import WireError
 from clusterenv.head.failure import blame
+from clusterenv.head.outcome import Outcome
 from clusterenv.head.worker import Worker
 from clusterenv.wire import values
 from clusterenv.wire.buffers import StepBuffers
@@ -20,26 +21,46 @@ _NUMBERS = "biufc"
 _MAX_DEPTH = 32
 
 
-class InfoReader:
-    """Reads the infos of a step or reset, whichever way they come: beside the step buffers, or in a message."""
+class StepReader:
+    """Reads what steps and resets brought, whichever way it comes: beside the step buffers, or in a message."""
 
     def __init__(self, workers: Sequence[Worker], buffers: StepBuffers) -> None:
         self._workers = workers
         self._num_envs = len(buffers.rewards)
+        self._num_object_leaves = sum(array is None for array in buffers.observations)
         shards = [(worker.start, worker.stop) for worker in workers]
         self._slots = SlotReader(buffers.info_slots, shards, self._find_names)
 
-    def read(self, worker: Worker, stepped: Stepped) -> dict[str, Any]:
-        """Return the infos that go with one worker's answer.
+    def read(self, worker: Worker, reply: Reply) -> Outcome:
+        """Return what one worker's step or reset brought; errors by its own rows.
 
         Raises:
-            WireError: They are not in Gymnasium's vector layout.
+            WireError: It is malformed.
         """
-        if stepped.generation:
-            return self._slots.read(worker.index, stepped.generation)
-        infos = {} if stepped.infos is None else values.loads(stepped.infos)
-        check_infos(infos, worker.num_envs)
-        return checked_dict(infos)
+        if isinstance(reply, Stepped) and reply.is_plain and not reply.generation and not self._num_object_leaves:
+            return Outcome({}, [], [], [])
+        with blame(worker):
+            stepped = expect(Stepped, reply)
+            infos = self._read_infos(worker, stepped)
+            objects = read_objects(stepped, self._num_object_leaves, worker.num_envs)
+            errors = checked_errors(stepped.errors, worker.num_envs, 8 * worker.num_envs)
+        worker.objects = objects
+        return Outcome(infos, objects, [], errors)
+
+    def read_all(self, replies: Sequence[tuple[Worker, Reply]]) -> Outcome:
+        """Put together what a step or reset of several workers brought."""
+        shards: list[ShardInfos] = []
+        columns: list[list[Any]] = [[] for _ in range(self._num_object_leaves)]
+        errors: list[tuple[int, str]] = []
+        for worker, reply in replies:
+            outcome = self.read(worker, reply)
+            if outcome.infos:
+                shards.append(ShardInfos(worker.start, worker.stop, outcome.infos))
+            for column, part in zip(columns, outcome.columns, strict=True):
+                column.extend(part)
+            errors += [(worker.start + row, text) for row, text in outcome.errors]
+        infos = merge_infos(shards, self._num_envs) if shards else {}
+        return Outcome(infos, columns, [], errors)
 
     def read_plain(self, generations: list[int]) -> dict[str, Any]:
         """Return the infos of all environments, after a plain step with plain answers.
@@ -58,6 +79,13 @@ class InfoReader:
                 with blame(worker):
                     shards.append(ShardInfos(worker.start, worker.stop, self._slots.read(worker.index, generation)))
         return merge_infos(shards, self._num_envs)
+
+    def _read_infos(self, worker: Worker, stepped: Stepped) -> dict[str, Any]:
+        if stepped.generation:
+            return self._slots.read(worker.index, stepped.generation)
+        infos = {} if stepped.infos is None else values.loads(stepped.infos)
+        check_infos(infos, worker.num_envs)
+        return checked_dict(infos)
 
     def _find_names(self, index: int) -> memoryview:
         mailbox = self._workers[index].mailbox

@@ -99,10 +99,6 @@ class Places:
         self._grant(index, next_key, now)
         return True
 
-    def is_taken(self, index: int) -> bool:
-        """Tell whether somebody has registered for a place, so that nobody else need be started for it."""
-        return self._workers[index].place.key is not None
-
     def _find(self, index: int) -> Place | None:
         return self._workers[index].place if 0 <= index < len(self._workers) else None
 
@@ -118,14 +114,9 @@ class Places:
 
 
 class Joining:
-    """Lets workers in.
-
-    Attributes:
-        misfits: Why workers cannot join that were sent away because of what is installed on their side.
-    """
+    """Lets workers in."""
 
     def __init__(self, socket: HeadSocket, workers: Sequence[Worker]) -> None:
-        self.misfits: dict[int, str] = {}
         self._socket = socket
         self._workers = workers
         self._versions = installed_versions()
@@ -138,18 +129,16 @@ class Joining:
         """Return the worker behind an address, if it has joined."""
         return self._by_peer.get(peer)
 
-    def is_coming(self, worker: Worker) -> bool:
-        """Tell whether somebody has registered for a worker's place, and so is about to join."""
-        return self._places.is_taken(worker.index)
-
     def register(self, peer: bytes, register: Register) -> None:
         """Make a worker's own key known, or tell it why not; or let it wait until its predecessor is given up."""
         index = register.worker_index
+        worker = self._workers[index] if 0 <= index < len(self._workers) else None
         if register.protocol != PROTOCOL:
-            self.misfits[index] = reason = _other_protocol(register.protocol)
+            reason = _other_protocol(register.protocol)
+            if worker is not None:
+                worker.misfit = reason
             self._refuse(peer, f"a registration as worker {index}", reason)
             return
-        worker = self._workers[index] if 0 <= index < len(self._workers) else None
         is_cut_off = worker is not None and self._is_cut_off(worker)
         decision = self._places.register(index, register.public_key, time.monotonic(), is_cut_off=is_cut_off)
         if decision.outcome is Outcome.REFUSED:
@@ -168,7 +157,8 @@ class Joining:
         else:
             reason = find_conflict(self._versions, join.versions)
         if reason:
-            self.misfits[join.worker_index] = reason
+            if 0 <= join.worker_index < len(self._workers):
+                self._workers[join.worker_index].misfit = reason
         elif (known := self._by_peer.get(peer)) is not None:
             reason = f"it has joined already, as worker {known.index}"
         else:

@@ -247,7 +247,7 @@ class Stream:
                 Collect(call, asked.number, self._num_steps, None, pickled, offer, is_own=True),
                 call,
                 partial(self._accept, asked),
-                landing=self._remote.land_rollout(worker, slot.buffers),
+                destination=self._remote.rollout_destination(worker, slot.buffers),
             )
 
     def _make_slot(self, worker: Worker) -> Slot:
@@ -255,7 +255,7 @@ class Stream:
         assert layout is not None, "a policy was adopted"
         if worker.mailbox is None:
             return Slot(None, layout.make(self._num_steps, worker.num_envs, allocate))
-        memory = self._remote.share(size_of(lambda make: layout.make(self._num_steps, worker.num_envs, make)))
+        memory = self._remote.memories.share(size_of(lambda make: layout.make(self._num_steps, worker.num_envs, make)))
         return Slot(memory, layout.make(self._num_steps, worker.num_envs, carver(memory.memory)))
 
     def _send_weights(self, worker: Worker) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from clusterenv.config import Faults, Timeouts
-from clusterenv.errors import LaunchError, WorkerLost
+from clusterenv.errors import ClusterEnvError, LaunchError, WorkerLost
 from clusterenv.head.worker import Stage, State, Worker
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class GiveUp(NamedTuple):
     reason: str
 
 
-Decision: TypeAlias = Restart | Prepare | GiveUp
+Action: TypeAlias = Restart | Prepare | GiveUp
 
 
 class Supervisor:
@@ -74,12 +74,12 @@ class Supervisor:
 
     Attributes:
         losses: All there were, in order.
-        last_stage: How far workers are prepared: the run's spaces are not known before the first has been assigned.
+        is_open: Whether the run's spaces are known: before that, workers are only assigned their environments.
     """
 
     def __init__(self, workers: Sequence[Worker], faults: Faults, timeouts: Timeouts) -> None:
         self.losses: list[Loss] = []
-        self.last_stage = Stage.ASSIGN
+        self.is_open = False
         self._faults = faults
         self._timeouts = timeouts
         self._entropy: int | None = None
@@ -123,7 +123,7 @@ class Supervisor:
                 )
             )
             log.warning("%s, has taken over after %.1f s", worker, recovery_s)
-        elif worker.has_served or self.last_stage is Stage.ADOPT:
+        elif worker.has_served or self.is_open:
             log.info("%s, takes part from now on", worker)
         worker.lost_at, worker.has_served = None, True
 
@@ -137,7 +137,7 @@ class Supervisor:
         if worker.lost_at is None:
             worker.lost_at, worker.loss = now, reason
         worker.in_a_row = 1 if was_prepared and worker.num_answers > _USEFUL_ANSWERS else worker.in_a_row + 1
-        if is_first and self.last_stage is not Stage.ADOPT:
+        if is_first and not self.is_open:
             ended = LaunchError(f"Worker {worker.index} {reason.removeprefix('it ')}")
             worker.fatal = lost_error(worker, reason) if worker.incarnation else ended
         elif self._faults.on_loss == "raise":
@@ -151,26 +151,30 @@ class Supervisor:
             worker.seeds = self._fresh_seeds(worker)
             worker.restart_at = now + _BACK_OFF_S * (worker.in_a_row - 1)
 
-    def advance(self, now: float) -> list[Decision]:
+    def failed(self, worker: Worker, failure: ClusterEnvError) -> None:
+        """Note that a worker could not be prepared, for the first time: another one would fail in the same way."""
+        worker.state, worker.fatal = State.LOST, failure
+
+    def advance(self, now: float) -> list[Action]:
         """Return what is to be done now."""
-        decisions: list[Decision] = []
+        actions: list[Action] = []
         for worker in self._incomplete:
             if worker.state is State.LOST:
                 if worker.fatal is None and now >= worker.restart_at:
                     worker.state, worker.stage_at = State.STARTING, now
                     self._num_restarts += 1
-                    decisions.append(Restart(worker))
+                    actions.append(Restart(worker))
             elif worker.state is State.STARTING:
                 if worker.lost_at is not None and now - worker.stage_at > self._timeouts.join_s:
                     reason = f"its replacement did not join within {self._timeouts.join_s:g} s"
-                    decisions.append(GiveUp(worker, reason))
+                    actions.append(GiveUp(worker, reason))
             elif worker.state is State.PREPARING:
-                if not worker.is_asked and worker.stage <= self.last_stage:
+                if not worker.is_asked and (self.is_open or worker.stage is Stage.ASSIGN):
                     worker.is_asked, worker.stage_at = True, now
-                    decisions.append(Prepare(worker, worker.stage))
+                    actions.append(Prepare(worker, worker.stage))
                 elif worker.is_asked and now - max(worker.stage_at, worker.progress_at) > self._limit_of(worker.stage):
-                    decisions.append(GiveUp(worker, _slow(worker.stage, self._limit_of(worker.stage))))
-        return decisions
+                    actions.append(GiveUp(worker, _slow(worker.stage, self._limit_of(worker.stage))))
+        return actions
 
     def _limit_of(self, stage: Stage) -> float:
         return self._timeouts.join_s if stage is Stage.ASSIGN else self._timeouts.call_s

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import os
-import select
-import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +15,7 @@ from clusterenv.policy.sketch import Probes
 from clusterenv.policy.sync import Tracker
 from clusterenv.wire.buffers import RolloutBuffers, StepBuffers
 from clusterenv.wire.messages import Reply
-from clusterenv.wire.shared import HeadMailbox, SharedMemory
+from clusterenv.wire.shared import HeadMailbox, SharedMemory, WorkerProcess
 
 
 class State(enum.Enum):
@@ -47,7 +43,7 @@ class Owed:
 
     Attributes:
         accept: Takes the answer; may raise WireError.
-        landing: Says into which arrays the frames that come with it belong, when so many steps have come in parts.
+        destination: Says into which arrays the frames that come with it belong, when so many steps have come in parts.
         by_mailbox: Whether it comes by the mailbox.
         since: When it was asked for.
         cancels: Whether nothing that was asked for before is owed any more once it has come.
@@ -56,7 +52,7 @@ class Owed:
 
     call: int
     accept: Callable[[Worker, Reply], None]
-    landing: Callable[[Reply, int], Sequence[NDArray[Any]]]
+    destination: Callable[[Reply, int], Sequence[NDArray[Any]]]
     by_mailbox: bool
     since: float
     cancels: bool = False
@@ -154,6 +150,7 @@ class Worker:
         progress: What its mailbox counted when it was last looked at; `progress_at` is when that changed.
         place: Whose key opens it.
         has_rival: Whether another one came for its place and was sent away: what ends may be either of them.
+        misfit: Why one that came for its place was sent away, if that was for what is installed there.
         cut_at: When its connection ended.
 
         stage: What it is being given while it is prepared; `stage_at` is since when, `is_asked` whether it was sent.
@@ -182,13 +179,14 @@ class Worker:
     hostname: str = ""
     mailbox: HeadMailbox | None = None
     mailbox_memory: SharedMemory | None = None
-    process: Process | None = None
+    process: WorkerProcess | None = None
     may_linger: bool = False
     owed: deque[Owed] = field(default_factory=deque)
     progress: int = 0
     progress_at: float = 0.0
     place: Place = field(default_factory=Place)
     has_rival: bool = False
+    misfit: str = ""
     cut_at: float | None = None
 
     stage: Stage = Stage.ASSIGN
@@ -235,43 +233,3 @@ class Worker:
         where = "" if self.pid is None else f" (pid {self.pid} on {self.hostname})"
         envs = f"environment {self.start}" if self.num_envs == 1 else f"environments {self.start} to {self.stop - 1}"
         return f"worker {self.index}{where}, {envs}"
-
-
-class Process:
-    """A process on this machine that maps the run's memory, and so is one of the run's workers."""
-
-    def __init__(self, pid: int, memory: SharedMemory) -> None:
-        """Take a handle of it.
-
-        Raises:
-            OSError: There is no such process, or it does not map the memory: whoever said so was wrong.
-        """
-        self._handle: int | None = os.pidfd_open(pid)
-        try:
-            with open(f"/proc/{pid}/maps") as maps:
-                if not any(f" {memory.inode} " in line and "/memfd:" in line for line in maps):
-                    raise OSError(f"process {pid} does not map this run's memory")
-        except OSError:
-            self.forget()
-            raise
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it can no longer touch anything."""
-        if self._handle is None:
-            return True
-        poll = select.poll()
-        poll.register(self._handle, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def kill(self) -> None:
-        """End it: it may be stopped, and go on later where it was."""
-        if self._handle is not None and not self.has_ended:
-            with contextlib.suppress(ProcessLookupError):  # It has ended since.
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-
-    def forget(self) -> None:
-        """Give the handle back."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None

@@ -23,12 +23,15 @@ plain request adds which of the two step buffers to fill, and a plain reply the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
 import os
 import platform
 import secrets
+import select
+import signal
 import weakref
 from typing import TYPE_CHECKING
 
@@ -82,6 +85,80 @@ class SharedMemory:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+class SharedMemories:
+    """All the memory that a run shares."""
+
+    def __init__(self, deferred: contextlib.AbstractContextManager[None]) -> None:
+        """Keep memory.
+
+        Args:
+            deferred: Defers Ctrl-C: memory that nobody has noted would be left open.
+        """
+        self._memories: list[SharedMemory] = []
+        self._deferred = deferred
+
+    def share(self, size_bytes: int) -> SharedMemory:
+        """Make memory that workers on this machine can open; `close` lets go of it."""
+        with self._deferred:
+            memory = SharedMemory(size_bytes)
+            self._memories.append(memory)
+        return memory
+
+    def unshare(self, memory: SharedMemory | None) -> None:
+        """Let go of memory before the end."""
+        if memory is not None and memory in self._memories:
+            with self._deferred:
+                self._memories.remove(memory)
+                memory.close()
+
+    def close(self) -> None:
+        """Let go of all of it."""
+        with self._deferred:
+            for memory in self._memories:
+                memory.close()
+            self._memories.clear()
+
+
+class WorkerProcess:
+    """A process on this machine that maps the run's memory, and so is one of the run's workers."""
+
+    def __init__(self, pid: int, memory: SharedMemory) -> None:
+        """Take a handle of it.
+
+        Raises:
+            OSError: There is no such process, or it does not map the memory: whoever said so was wrong.
+        """
+        self._handle: int | None = os.pidfd_open(pid)
+        try:
+            with open(f"/proc/{pid}/maps") as maps:
+                if not any(f" {memory.inode} " in line and "/memfd:" in line for line in maps):
+                    raise OSError(f"process {pid} does not map this run's memory")
+        except OSError:
+            self.forget()
+            raise
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it can no longer touch anything."""
+        if self._handle is None:
+            return True
+        poll = select.poll()
+        poll.register(self._handle, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def kill(self) -> None:
+        """End it: it may be stopped, and go on later where it was."""
+        if self._handle is not None and not self.has_ended:
+            with contextlib.suppress(ProcessLookupError):  # It has ended since.
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def forget(self) -> None:
+        """Give the handle back."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
 
 def open_offer(offer: Offer) -> memoryview | None:
@@ -228,7 +305,7 @@ class AllMailboxes:
     """The mailboxes of all workers at once: starts a plain step and looks at its answers. This is the hot path.
 
     Attributes:
-        under_way: Is not empty from the moment the workers are woken, until it is cleared.
+        woken: Is not empty from the moment the workers are woken, until it is cleared.
         wait: Waits for the bell.
     """
 
@@ -236,7 +313,7 @@ class AllMailboxes:
         self._words = [mailbox.words for mailbox in mailboxes]
         # As `Bell.expect` does, and then to work.
         chain = Chain([bell.open] * (len(mailboxes) - 1) + [mailbox.go for mailbox in mailboxes])
-        self.under_way = chain.posted
+        self.woken = chain.posted
         self.wait = bell.ring.wait
         self._wake = chain.post
 
@@ -251,7 +328,7 @@ class AllMailboxes:
                 words[_REQUEST_CALL] = call
             self._wake()
         except BaseException:
-            if not self.under_way:  # Interrupted before anybody was woken: nobody may find it there later.
+            if not self.woken:  # Interrupted before anybody was woken: nobody may find it there later.
                 for words in self._words:
                     words[_REQUEST_CALL] = words[_REPLY_CALL]
             raise
