@@ -217,8 +217,6 @@ class LightLauncher:
 class LightFleet:
     """Processes that hold many workers each."""
 
-    ends_predecessors = False
-
     def __init__(self, launcher: LightLauncher, ticket: Ticket, num_workers: int) -> None:
         environment = os.environ | {
             **thread_variables(1),

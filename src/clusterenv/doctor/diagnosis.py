@@ -156,7 +156,6 @@ class _WatchedFleet:
         self._fleet = fleet
         self._witness = witness
         self._num_workers = num_workers
-        self.ends_predecessors = fleet.ends_predecessors
         self.exits = fleet.exits
         self.log_tail = fleet.log_tail
         self.restart = fleet.restart

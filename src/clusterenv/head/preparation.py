@@ -91,11 +91,7 @@ class Preparation:
         """Return what to ask of a worker in a stage."""
         if stage is Stage.ASSIGN:
             code = self._assignments(worker.start)
-            return [
-                PreparationRequest(
-                    lambda call: messages.Assign(call, worker.start, worker.stop, code), partial(_note_made, worker)
-                )
-            ]
+            return [PreparationRequest(lambda call: messages.Assign(call, code), partial(_note_made, worker))]
         if stage is Stage.SERVE:
             return [self._invitation(worker)]
         if stage is Stage.ADOPT:

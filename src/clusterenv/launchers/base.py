@@ -20,10 +20,6 @@ class Fleet(Protocol):
     process, a scheduler or a network: what takes time goes on in the background, and each call takes the next step.
     """
 
-    @property
-    def ends_predecessors(self) -> bool:
-        """Whether a worker that `restart` starts begins only once its predecessor is known to be dead (reaped)."""
-
     def exits(self) -> dict[int, str]:
         """Return how each worker that has ended, ended: its index and e.g. "killed by SIGKILL".
 

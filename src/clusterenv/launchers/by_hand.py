@@ -74,8 +74,6 @@ class ByHandLauncher:
 class ByHandFleet:
     """Workers of which only the ticket file is ours."""
 
-    ends_predecessors = False
-
     def __init__(self, ticket: Ticket, num_workers: int, ticket_file: str | Path | None) -> None:
         self._directory: Path | None = None
         self._file: Path | None = None  # As long as it is there, and ours.

@@ -33,8 +33,6 @@ class ProcessFleet:
     is for a guardian that is stopped or hangs: its worker is told by the kernel.
     """
 
-    ends_predecessors = True
-
     def __init__(self, start: StartProcess, num_workers: int, log_dir: str | os.PathLike[str] | None = None) -> None:
         """Start the workers.
 

@@ -55,8 +55,6 @@ class SlurmCommands:
 class SlurmFleet:
     """Workers in a job of their own, or in a step of the job the head is in."""
 
-    ends_predecessors = False  # A node that is cut off cannot be asked.
-
     def __init__(
         self, commands: SlurmCommands, num_workers: int, job_id: str | None, log_dir: str | Path | None
     ) -> None:

@@ -218,8 +218,6 @@ class SSHLauncher:
 class SSHFleet:
     """One ssh client per worker; its output is the worker's log."""
 
-    ends_predecessors = False  # One behind a broken connection cannot be seen to be dead.
-
     def __init__(
         self,
         seats: Sequence[str],

@@ -50,8 +50,6 @@ class Assign(_Message, tag=1, frozen=True):
     """Head to worker: make the environments of this shard. Answered by Made."""
 
     call: int
-    start: int
-    stop: int
     code: bytes  # cloudpickle of a `wire.assignment.Assignment`
 
 

@@ -70,11 +70,6 @@ class Channel:
         self._mailbox = mailbox
         self._num_received = 0
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether head and worker see the same arrays."""
-        return self._mailbox is not None
-
     def receive(self, timeout_s: float) -> Request | None:
         """Return the head's next request, its arrays in place; None if nothing came in time."""
         mailbox = self._mailbox
