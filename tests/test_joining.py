@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from clusterenv.head.joining import Decision, Outcome, Places
+from clusterenv.head.joining import Admission, Decision, Places
 from clusterenv.head.worker import Worker
 
 Event = tuple[Callable[[Places, float], object], object]
-ACCEPTED = Decision(Outcome.ACCEPTED)
-DEFERRED = Decision(Outcome.DEFERRED)
+ACCEPTED = (Admission.ACCEPTED, "")
+DEFERRED = (Admission.DEFERRED, "")
 
 
 def register(index: int, key: str, expected: Decision, *, is_cut_off: bool = False) -> Event:
@@ -31,7 +31,7 @@ def keys(**expected: int) -> Event:
 
 
 def refused(reason: str) -> Decision:
-    return Decision(Outcome.REFUSED, reason)
+    return Admission.REFUSED, reason
 
 
 IS_HERE = [register(0, "a", ACCEPTED), join(0, "a", ACCEPTED)]

@@ -34,12 +34,12 @@ from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire import messages
 from clusterenv.wire.address import Address, choose_addresses
 from clusterenv.wire.arrays import CHUNK_BYTES
-from clusterenv.wire.link import Link
+from clusterenv.wire.compatibility import installed_versions
 from clusterenv.wire.messages import PROTOCOL, Join, Refused, Register
 from clusterenv.wire.shared import SharedMemory
 from clusterenv.wire.ticket import TICKET_VARIABLE, Ticket
-from clusterenv.wire.versions import installed_versions
 from clusterenv.wire.zeromq import HeadSocket, Keys, WorkerSocket
+from clusterenv.worker.head_watch import Link
 from tests.conftest import wait_until_gone
 from tests.launchers import start_module
 from tests.test_wire import KeepTicket, dealer

@@ -9,7 +9,7 @@ import pytest
 from clusterenv import Faults, Timeouts
 from clusterenv.errors import LaunchError, WorkerLost
 from clusterenv.head.supervisor import GiveUp, Prepare, Restart, Supervisor
-from clusterenv.head.worker import Stage, State, Worker
+from clusterenv.head.worker import Stage, Worker, WorkerState
 
 pytestmark = pytest.mark.quick
 
@@ -57,7 +57,7 @@ def test_a_lost_worker_is_started_again_and_the_loss_is_written_down_when_anothe
     supervisor.seed(7)
     worker.num_answers = 100
     supervisor.lost(worker, "it ended", 5.0)
-    assert worker.state is State.LOST
+    assert worker.state is WorkerState.LOST
     assert supervisor.advance(5.0) == [Restart(worker)]
     assert supervisor.advance(5.1) == []
     bring_up(supervisor, [worker], 7.0)

@@ -23,10 +23,10 @@ from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire import messages
 from clusterenv.wire.address import Address
 from clusterenv.wire.arrays import CHUNK_BYTES, fill
+from clusterenv.wire.compatibility import installed_versions
 from clusterenv.wire.messages import PROTOCOL, Join, Register
 from clusterenv.wire.semaphore import SIZE_BYTES, Chain, Semaphore
 from clusterenv.wire.ticket import Ticket
-from clusterenv.wire.versions import installed_versions
 from clusterenv.wire.zeromq import HeadSocket, WorkerSocket
 from tests.launchers import OwnLauncher, start_module
 

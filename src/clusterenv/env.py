@@ -29,7 +29,7 @@ from clusterenv.rollout import Rollout
 from clusterenv.setup.factories import EnvArgument, resolve
 from clusterenv.setup.sample import ObservationMode, check_mode, make_sample
 from clusterenv.setup.start import count_workers, make_assignment, start_workers
-from clusterenv.vector import BackedVectorEnv, Stepped
+from clusterenv.vector import BackedVectorEnv, StepResult
 from clusterenv.wire.buffers import check_collectable
 
 if TYPE_CHECKING:  # Only who has no workers needs what workers are made of.
@@ -187,7 +187,7 @@ class ClusterEnv(BackedVectorEnv):
         """The workers that were lost and replaced, with the seeds their environments were reset with."""
         return tuple(self._backend.losses)
 
-    def step(self, actions: Any, *, values: Mapping[str, Any] | None = None) -> Stepped:
+    def step(self, actions: Any, *, values: Mapping[str, Any] | None = None) -> StepResult:
         """Step every environment once.
 
         Rows are ordered by environment index, whichever worker answered first.
@@ -348,7 +348,7 @@ class ClusterEnv(BackedVectorEnv):
             with self._exchanging():
                 self._exchange.send(actions, np.asarray(env_ids))
 
-    def recv(self, timeout: float | None = None) -> Stepped:
+    def recv(self, timeout: float | None = None) -> StepResult:
         """Return what `step` does, for the environments that are ready, at least one worker's.
 
         Rows are in the order of `info["env_id"]`.

@@ -11,7 +11,7 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from clusterenv.head.outcome import Collection, Outcome
-from clusterenv.head.worker import State, Worker
+from clusterenv.head.worker import Worker, WorkerState
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sketch import Measurement, Sketch
 from clusterenv.policy.weights import WeightsSpec
@@ -74,7 +74,7 @@ class Inline:
 
     def __init__(self, assignment: Assignment) -> None:
         """Make the environments; `open` follows."""
-        self.workers = [Worker(0, 0, assignment.num_envs, state=State.READY, has_served=True)]
+        self.workers = [Worker(0, 0, assignment.num_envs, state=WorkerState.READY, has_served=True)]
         self._num_envs = assignment.num_envs
         self._shard = Shard(assignment)
         self._call: InlineCall | None = None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError, WireError
 from clusterenv.head.calls import Destination
-from clusterenv.head.failure import blame
+from clusterenv.head.failure import naming
 from clusterenv.head.infos import checked_dict, expect
 from clusterenv.head.outcome import Collection
 from clusterenv.head.pending import PendingCall
@@ -23,7 +23,7 @@ from clusterenv.policy.policy import Policy
 from clusterenv.policy.sketch import Measurement, Sketch
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.wire import messages, values
-from clusterenv.wire.arrays import allocate, carver, size_of
+from clusterenv.wire.arrays import allocate, shared_allocator, size_of
 from clusterenv.wire.buffers import RolloutBuffers, RolloutLayout, check_specs
 from clusterenv.wire.messages import ArraySpec, Reply
 from clusterenv.wire.shared import SharedMemory
@@ -91,7 +91,7 @@ class Acting(Workers):
         self.preparation.adoption = adoption
         schemas: dict[Worker, tuple[tuple[ArraySpec, ...], tuple[ArraySpec, ...]]] = {}
         for worker, reply in pending.in_order():
-            with blame(worker):
+            with naming(worker):
                 adopted = expect(messages.Adopted, reply)
                 check_specs([*adopted.extras, *adopted.states])
                 schemas[worker] = tuple(adopted.extras), tuple(adopted.states)
@@ -130,7 +130,7 @@ class Acting(Workers):
         self.finish(pending)
         measurements = {}
         for worker, reply in pending.in_order():
-            with blame(worker):
+            with naming(worker):
                 measured = expect(messages.Measured, reply)
             measurements[worker] = Measurement(measured.divergence, measured.standard_error)
         return measurements
@@ -168,7 +168,7 @@ class Acting(Workers):
         summaries: list[Mapping[str, Any]] = []
         busy_s: list[float] = []
         for worker, reply in pending.in_order():
-            with blame(worker):
+            with naming(worker):
                 collected = expect(messages.Collected, reply)
                 summaries.append(checked_dict(values.loads(collected.summary)))
             if worker.mailbox is None:
@@ -214,7 +214,11 @@ class Acting(Workers):
                 self.memories.unshare(self._rollout[1])
             if self.shares_memory:
                 memory = self.memories.share(size_of(lambda make: layout.make(num_steps, self.num_envs, make)))
-                self._rollout = num_steps, memory, layout.make(num_steps, self.num_envs, carver(memory.memory))
+                self._rollout = (
+                    num_steps,
+                    memory,
+                    layout.make(num_steps, self.num_envs, shared_allocator(memory.memory)),
+                )
             else:
                 self._rollout = num_steps, None, layout.make(num_steps, self.num_envs, allocate)
         return self._rollout[1], self._rollout[2]

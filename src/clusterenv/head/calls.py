@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _FAREWELL_S = 0.5  # What the last words to a worker get to leave, if nobody waits for it to end.
 _LOOK_S = 0.1  # How long to wait at most before looking whether a worker is lost.
-_UPKEEP_CALLS = 1024  # How often to read the socket where workers share memory: strangers' knocks pile up there.
+_UPKEEP_CALLS = 1024  # How often to read the socket where workers share memory: strangers' attempts pile up there.
 _ENOUGH = 64  # Messages to take in one poll: whoever talks without end must not keep the head from all else.
 _ROLLOUT_ANSWERS = 1000  # What a rollout counts for, when it is asked whether a worker has been of use.
 
@@ -224,7 +224,7 @@ class Calls:
                 return
             timeout_s = None  # Whatever else lies there, without asking whether.
             peer, frames = received
-            worker = self.joining.find(peer)
+            worker = self.joining.by_peer.get(peer)
             try:
                 self._deliver(peer, worker, frames, events)
             except WireError as error:

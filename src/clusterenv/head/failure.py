@@ -26,7 +26,7 @@ _HEAP_TYPE = 1 << 9  # CPython's flag of classes that were made by a class state
 
 
 @contextlib.contextmanager
-def blame(worker: Worker) -> Iterator[None]:
+def naming(worker: Worker) -> Iterator[None]:
     """Say whose answer it is that is malformed."""
     try:
         yield

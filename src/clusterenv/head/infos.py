@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clusterenv.errors import WireError
-from clusterenv.head.failure import blame
+from clusterenv.head.failure import naming
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.worker import Worker
 from clusterenv.wire import values
@@ -39,7 +39,7 @@ class StepReader:
         """
         if isinstance(reply, Stepped) and reply.is_plain and not reply.generation and not self._num_object_leaves:
             return Outcome({}, [], [], [])
-        with blame(worker):
+        with naming(worker):
             stepped = expect(Stepped, reply)
             infos = self._read_infos(worker, stepped)
             objects = read_objects(stepped, self._num_object_leaves, worker.num_envs)
@@ -76,7 +76,7 @@ class StepReader:
         shards = []
         for worker, generation in zip(self._workers, generations, strict=True):
             if generation:
-                with blame(worker):
+                with naming(worker):
                     shards.append(ShardInfos(worker.start, worker.stop, self._slots.read(worker.index, generation)))
         return merge_infos(shards, self._num_envs)
 

@@ -10,7 +10,7 @@ from typing import Any
 import cloudpickle
 
 from clusterenv.head.acting import Acting
-from clusterenv.head.failure import blame
+from clusterenv.head.failure import naming
 from clusterenv.head.infos import read_results
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.pending import PendingCall, Replies, step_destination
@@ -148,6 +148,6 @@ class Remote(Acting):
 def _read_results(count: Callable[[Worker], int], replies: Replies) -> Outcome:
     results: list[Any] = []
     for worker, reply in replies:
-        with blame(worker):
+        with naming(worker):
             results += read_results(reply, count(worker))
     return Outcome({}, [], results, [])

@@ -23,7 +23,7 @@ from clusterenv.head.worker import AskedRollout, Slot, Worker
 from clusterenv.policy.policy import Policy
 from clusterenv.rollout import Rollout
 from clusterenv.wire import values as codec
-from clusterenv.wire.arrays import allocate, carver, size_of
+from clusterenv.wire.arrays import allocate, shared_allocator, size_of
 from clusterenv.wire.buffers import RolloutBuffers
 from clusterenv.wire.messages import Collect, Collected, Failed, Load, Measure, Measured, Part, Reply
 
@@ -256,7 +256,7 @@ class Stream:
         if worker.mailbox is None:
             return Slot(None, layout.make(self._num_steps, worker.num_envs, allocate))
         memory = self._remote.memories.share(size_of(lambda make: layout.make(self._num_steps, worker.num_envs, make)))
-        return Slot(memory, layout.make(self._num_steps, worker.num_envs, carver(memory.memory)))
+        return Slot(memory, layout.make(self._num_steps, worker.num_envs, shared_allocator(memory.memory)))
 
     def _send_weights(self, worker: Worker) -> None:
         """Send a worker the newest weights, which are encoded once for all."""

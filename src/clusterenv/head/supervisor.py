@@ -18,7 +18,7 @@ import numpy as np
 
 from clusterenv.config import Faults, Timeouts
 from clusterenv.errors import ClusterEnvError, LaunchError, WorkerLost
-from clusterenv.head.worker import Stage, State, Worker
+from clusterenv.head.worker import Stage, Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -93,14 +93,14 @@ class Supervisor:
 
     def begin_without(self, worker: Worker) -> None:
         """Do not wait for a worker that has not joined yet; one that was lost is started again all the same."""
-        if worker.state is State.STARTING and worker.lost_at is None:
-            worker.state = State.LATE
+        if worker.state is WorkerState.STARTING and worker.lost_at is None:
+            worker.state = WorkerState.LATE
 
     def joined(self, worker: Worker, now: float) -> None:
         """Note that a worker has come."""
         if not worker.has_served:
             worker.seeds = self._fresh_seeds(worker)
-        worker.state, worker.stage, worker.stage_at, worker.is_asked = State.PREPARING, Stage.ASSIGN, now, False
+        worker.state, worker.stage, worker.stage_at, worker.is_asked = WorkerState.PREPARING, Stage.ASSIGN, now, False
 
     def prepared(self, worker: Worker, now: float) -> None:
         """Note that a worker has what its stage was about."""
@@ -108,7 +108,7 @@ class Supervisor:
         if worker.stage < Stage.ADOPT:
             worker.stage = Stage(worker.stage + 1)
             return
-        worker.state = State.READY
+        worker.state = WorkerState.READY
         del self._incomplete[worker]
         worker.num_answers = 0
         if worker.lost_at is not None:
@@ -129,9 +129,9 @@ class Supervisor:
 
     def lost(self, worker: Worker, reason: str, now: float) -> None:
         """Note that a worker is lost, and decide what follows."""
-        was_prepared = worker.state is State.READY
-        is_first = not worker.has_served and worker.state is not State.LATE and worker.lost_at is None
-        worker.state = State.LOST
+        was_prepared = worker.state is WorkerState.READY
+        is_first = not worker.has_served and worker.state is not WorkerState.LATE and worker.lost_at is None
+        worker.state = WorkerState.LOST
         self._incomplete[worker] = None
         worker.num_losses += 1
         if worker.lost_at is None:
@@ -153,22 +153,22 @@ class Supervisor:
 
     def failed(self, worker: Worker, failure: ClusterEnvError) -> None:
         """Note that a worker could not be prepared, for the first time: another one would fail in the same way."""
-        worker.state, worker.fatal = State.LOST, failure
+        worker.state, worker.fatal = WorkerState.LOST, failure
 
     def advance(self, now: float) -> list[Action]:
         """Return what is to be done now."""
         actions: list[Action] = []
         for worker in self._incomplete:
-            if worker.state is State.LOST:
+            if worker.state is WorkerState.LOST:
                 if worker.fatal is None and now >= worker.restart_at:
-                    worker.state, worker.stage_at = State.STARTING, now
+                    worker.state, worker.stage_at = WorkerState.STARTING, now
                     self._num_restarts += 1
                     actions.append(Restart(worker))
-            elif worker.state is State.STARTING:
+            elif worker.state is WorkerState.STARTING:
                 if worker.lost_at is not None and now - worker.stage_at > self._timeouts.join_s:
                     reason = f"its replacement did not join within {self._timeouts.join_s:g} s"
                     actions.append(GiveUp(worker, reason))
-            elif worker.state is State.PREPARING:
+            elif worker.state is WorkerState.PREPARING:
                 if not worker.is_asked and (self.is_open or worker.stage is Stage.ASSIGN):
                     worker.is_asked, worker.stage_at = True, now
                     actions.append(Prepare(worker, worker.stage))

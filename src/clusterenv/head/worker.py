@@ -18,7 +18,7 @@ from clusterenv.wire.messages import Reply
 from clusterenv.wire.shared import HeadMailbox, SharedMemory, WorkerProcess
 
 
-class State(enum.Enum):
+class WorkerState(enum.Enum):
     """Where a worker is on its way; the value is what a user sees."""
 
     LATE = "late"  # The run began without it, and it is still to come for the first time.
@@ -172,7 +172,7 @@ class Worker:
     shown: int = 0
     objects: list[list[Any]] | None = None
 
-    state: State = State.STARTING
+    state: WorkerState = WorkerState.STARTING
     incarnation: int = 0
     peer: bytes | None = None
     pid: int | None = None
@@ -220,7 +220,7 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         """Whether it takes part."""
-        return self.state is State.READY
+        return self.state is WorkerState.READY
 
     @property
     def buffers(self) -> tuple[StepBuffers, StepBuffers]:

@@ -21,9 +21,9 @@ from clusterenv.head.outcome import Outcome
 from clusterenv.head.pending import PendingCall, step_destination
 from clusterenv.head.preparation import Preparation
 from clusterenv.head.supervisor import GiveUp, Loss, Prepare, Restart, Supervisor
-from clusterenv.head.worker import State, StreamWork, Worker
+from clusterenv.head.worker import StreamWork, Worker, WorkerState
 from clusterenv.launchers.base import Fleet
-from clusterenv.wire.arrays import ArrayMaker, allocate, carver, size_of
+from clusterenv.wire.arrays import ArrayMaker, allocate, shared_allocator, size_of
 from clusterenv.wire.assignment import RunSpaces
 from clusterenv.wire.buffers import StepBuffers
 from clusterenv.wire.layout import Layout
@@ -120,7 +120,7 @@ class Workers:
         memory = None
         if self.shares_memory:
             memory = self.memories.share(BELL_BYTES + size_of(make_buffers))
-            self.buffers = make_buffers(carver(memory.memory[BELL_BYTES:]))
+            self.buffers = make_buffers(shared_allocator(memory.memory[BELL_BYTES:]))
             self.calls.mailboxes.share(memory)
         else:
             self.buffers = make_buffers(allocate)
@@ -212,7 +212,7 @@ class Workers:
                     raise self._timeout(list(pending.waiting), timeout_s)
                 break
             self.advance(left)
-            if any(worker.state is State.LATE for worker in pending.waiting):
+            if any(worker.state is WorkerState.LATE for worker in pending.waiting):
                 watch = watch or JoinWatch(self)
                 watch.look()
         if pending in self._under_way:
@@ -230,7 +230,7 @@ class Workers:
                 worker = event.worker
                 if isinstance(event, Joined):
                     self.supervisor.joined(worker, time.monotonic())
-                elif worker.state is State.LOST:
+                elif worker.state is WorkerState.LOST:
                     continue  # It was given up for what it sent before.
                 elif isinstance(event, Gone):
                     self._lose(worker, event.reason)
@@ -420,7 +420,7 @@ class JoinWatch:
             LaunchError: It took too long.
         """
         remote = self._remote
-        missing = [worker for worker in remote.workers if worker.state in (State.STARTING, State.LATE)]
+        missing = [worker for worker in remote.workers if worker.state in (WorkerState.STARTING, WorkerState.LATE)]
         if not missing:
             return
         now, status, join_s = time.monotonic(), remote.fleet.status(), remote.timeouts.join_s

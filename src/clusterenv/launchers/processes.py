@@ -22,7 +22,7 @@ _QUIT_S = 3.0  # A worker's guardian ends it in milliseconds, and within 2 s als
 _KILL_S = 5.0  # Only a process that the kernel cannot let go of takes longer.
 _TAIL_BYTES = 4096
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 StartProcess = Callable[[int, BinaryIO], "subprocess.Popen[bytes]"]
 
 
@@ -221,7 +221,7 @@ def describe_exit(status: int) -> str:
     return f"exit status {status}" if status >= 0 else f"killed by signal {number}"
 
 
-def _take_free_name(directory: Path, name: str, suffix: str, make: Callable[[Path], Made]) -> Made:
+def _take_free_name(directory: Path, name: str, suffix: str, make: Callable[[Path], T]) -> T:
     """Make something of this name, or with the next number behind it, that was not there before."""
     for number in itertools.count(1):
         with contextlib.suppress(FileExistsError):

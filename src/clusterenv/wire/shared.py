@@ -5,7 +5,7 @@ The memory is a memfd: it has no name, so a killed process cannot leave it behin
 nobody touches take no memory, so mailboxes can be generous.
 
     a run's memory:  [ bell | step buffers ]
-    the bell:        two semaphores (open answers, ring)
+    the bell:        two semaphores (tokens, ring)
     a mailbox:       memory of its own, for one incarnation of one worker:
                      [ a semaphore (go) | words | the request | the reply | the names of infos ]
 
@@ -205,19 +205,19 @@ class Bell:
     none left is the last, and rings.
 
     Attributes:
-        open: The first semaphore.
+        tokens: The first semaphore.
         ring: The second.
     """
 
     def __init__(self, memory: memoryview, *, initialise: bool) -> None:
-        self.open = Semaphore(memory, initialise=initialise)
+        self.tokens = Semaphore(memory, initialise=initialise)
         self.ring = Semaphore(memory[semaphore.SIZE_BYTES :], initialise=initialise)
-        self._take_token = self.open.acquire
+        self._take_token = self.tokens.acquire
 
     def expect(self, num_answers: int) -> None:
         """Await this many answers."""
         for _ in range(num_answers - 1):
-            self.open.post()
+            self.tokens.post()
 
     def answer(self) -> None:
         """Note one answer."""
@@ -230,7 +230,7 @@ class Bell:
         An answer that comes after this rings at once. Then the bell has rung too early, and the head, which looks at
         the mailboxes, goes on waiting.
         """
-        while self.open.try_wait():
+        while self.tokens.try_wait():
             pass
 
     def wait(self, timeout_s: float) -> bool:
@@ -312,7 +312,7 @@ class AllMailboxes:
     def __init__(self, bell: Bell, mailboxes: Sequence[HeadMailbox]) -> None:
         self._words = [mailbox.words for mailbox in mailboxes]
         # As `Bell.expect` does, and then to work.
-        chain = Chain([bell.open] * (len(mailboxes) - 1) + [mailbox.go for mailbox in mailboxes])
+        chain = Chain([bell.tokens] * (len(mailboxes) - 1) + [mailbox.go for mailbox in mailboxes])
         self.woken = chain.posted
         self.wait = bell.ring.wait
         self._wake = chain.post

@@ -166,20 +166,20 @@ class EnvHost:
         self._spaces = spaces
         self._envs = envs
         self._acting: list[Any] = envs  # Those that are stepped: the environments, or what stands in for them.
-        self._rows = len(envs)
-        self._pending = [False] * self._rows
-        self._next_seeds: list[int | None] = [None] * self._rows  # Of the next resets that nobody asks for.
+        self._num_rows = len(envs)
+        self._pending = [False] * self._num_rows
+        self._next_seeds: list[int | None] = [None] * self._num_rows  # Of the next resets that nobody asks for.
         self._resting: dict[int, Any] = {}  # Without autoreset: the last observations of finished environments.
         self._attributes: dict[str, Sequence[Any]] = {}
         self._layout = Layout(spaces.observation_space)
-        self._writers = [ObservationWriter(self._layout, side.observations, self._rows) for side in pair]
+        self._writers = [ObservationWriter(self._layout, side.observations, self._num_rows) for side in pair]
         self._writer = self._writers[0]
         self._shown = self._writer.shown()  # What the last actions were chosen on: arrays, and leaves of objects.
-        self._actions = _ActionReader(spaces.action_space, pair[0].actions, self._rows)
-        self._infos = Gathering(self._rows)
-        self._waiting: list[Any] = [None] * self._rows
+        self._actions = _ActionReader(spaces.action_space, pair[0].actions, self._num_rows)
+        self._infos = Gathering(self._num_rows)
+        self._waiting: list[Any] = [None] * self._num_rows
         forgives = assignment.on_env_error == "reset"
-        self._budget = ErrorBudget(self._rows, assignment.start, forgives=forgives)
+        self._budget = ErrorBudget(self._num_rows, assignment.start, forgives=forgives)
         self.errors = self._budget.errors
         self._waits = self._writer.waits and not forgives  # An observation that does not fit must show at its row.
         self._mode = assignment.autoreset_mode
@@ -257,12 +257,12 @@ class EnvHost:
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
         """Begin new episodes, and let the next step tell of those that were lost."""
         # Into the other buffer: if this worker is lost, too, the next one is given what is in this one.
-        infos = complete(self.reset(1 - buffer, seeds, None, None), self._rows)
+        infos = complete(self.reset(1 - buffer, seeds, None, None), self._num_rows)
         arrays, objects = self._writer.shown()
         self._first = [None if array is None else array.copy() for array in arrays], [list(part) for part in objects]
         self._turn_to(buffer)
         arrays, objects = self._writer.shown()
-        firsts = [(self._observation(self._first, row), info_row(infos, row)) for row in range(self._rows)]
+        firsts = [(self._observation(self._first, row), info_row(infos, row)) for row in range(self._num_rows)]
         self._writer.put_columns(seen)
         self._acting = []
         for row, has_ended in enumerate(ended):
@@ -281,8 +281,8 @@ class EnvHost:
             if isinstance(acting, _Lost) or self._pending[row]:  # The others were reset since.
                 self._writer.put(row, self._observation(self._first, row))
         self._acting = self._envs
-        self._pending[:] = [False] * self._rows
-        self._next_seeds[:] = [None] * self._rows
+        self._pending[:] = [False] * self._num_rows
+        self._next_seeds[:] = [None] * self._num_rows
         self.buffers.terminations[:] = self.buffers.truncations[:] = False
         return True
 
@@ -341,7 +341,7 @@ class EnvHost:
 
     def _step_next(self, actions: Iterable[Any], wants_all: bool) -> Infos:
         put, flat, slices, pending = self._putter(), self._writer.flat, self._writer.slices, self._pending
-        add_info, rewards, seeds = self._infos.begin(), [0.0] * self._rows, self._next_seeds
+        add_info, rewards, seeds = self._infos.begin(), [0.0] * self._num_rows, self._next_seeds
         terminations, truncations = self._clear_flags()
         pairs, row = enumerate(zip(self._acting, actions, strict=True)), 0
         while True:
@@ -384,7 +384,7 @@ class EnvHost:
 
     def _step_same(self, actions: Iterable[Any], wants_all: bool) -> Infos:
         put, add_info = self._putter(), self._infos.begin()
-        rewards: list[Any] = [0.0] * self._rows
+        rewards: list[Any] = [0.0] * self._num_rows
         terminations, truncations = self._clear_flags()
         pairs, row = enumerate(zip(self._acting, actions, strict=True)), 0
         while True:
@@ -416,7 +416,7 @@ class EnvHost:
 
     def _step_disabled(self, actions: Iterable[Any], wants_all: bool) -> Infos:
         put, pending, add_info = self._putter(), self._pending, self._infos.begin()
-        rewards: list[Any] = [0.0] * self._rows
+        rewards: list[Any] = [0.0] * self._num_rows
         terminations, truncations = self._clear_flags()
         pairs, row = enumerate(zip(self._acting, actions, strict=True)), 0
         while True:

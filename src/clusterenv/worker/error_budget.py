@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from clusterenv.worker.failures import summarize
+from clusterenv.worker.failure_report import summarize
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from clusterenv.wire import values
-from clusterenv.wire.arrays import allocate, carver
+from clusterenv.wire.arrays import allocate, shared_allocator
 from clusterenv.wire.assignment import Assignment, RunSpaces
 from clusterenv.wire.buffers import StepBuffers
+from clusterenv.wire.compatibility import installed_versions
 from clusterenv.wire.layout import Layout
-from clusterenv.wire.link import Link
 from clusterenv.wire.messages import (
     PROTOCOL,
     Assign,
@@ -39,17 +39,16 @@ from clusterenv.wire.messages import (
 )
 from clusterenv.wire.shared import BELL_BYTES, WorkerMailbox, open_offer
 from clusterenv.wire.ticket import Ticket
-from clusterenv.wire.versions import installed_versions
 from clusterenv.wire.zeromq import Keys, WorkerSocket
 from clusterenv.worker.channel import Channel
 from clusterenv.worker.env_host import Pair
-from clusterenv.worker.failures import culprit_of, describe_failure
+from clusterenv.worker.failure_report import culprit_of, describe_failure
 from clusterenv.worker.guardian import Guardian
 from clusterenv.worker.handler import Handler, ShardRequest
-from clusterenv.worker.head_watch import HeadWatch
+from clusterenv.worker.head_watch import HeadWatch, Link
 from clusterenv.worker.leave import Leave, Left
 from clusterenv.worker.making import describe_envs, for_travel
-from clusterenv.worker.progress import Progress
+from clusterenv.worker.progress import LoopProgress
 from clusterenv.worker.shard import Shard, unpickle
 
 log = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ def run_worker(ticket: Ticket, worker_index: int, leave: Leave, guardian: Guardi
 def _serve_once(ticket: Ticket, keys: Keys, worker_index: int, leave: Leave, guardian: Guardian | None) -> bool:
     """Serve as long as one connection lasts; returns whether to try another."""
     socket = WorkerSocket(ticket)
-    progress = Progress()
+    progress = LoopProgress()
     head_watch = HeadWatch(Link(socket.events, ticket), ticket, guardian, progress, socket.end_events)
     channel = Channel(socket)
     worker = _Worker(head_watch, progress, channel, worker_index, leave, on_registered=lambda: socket.use(keys))
@@ -91,7 +90,7 @@ class _Worker:
     def __init__(
         self,
         head_watch: HeadWatch,
-        progress: Progress,
+        progress: LoopProgress,
         channel: Channel,
         worker_index: int,
         leave: Leave,
@@ -229,5 +228,5 @@ def _lay_buffers(assignment: Assignment, spaces: RunSpaces, memory: memoryview |
     if memory is None:
         return StepBuffers.make_pair(*layouts, assignment.num_rows, allocate)
     start, stop = assignment.start, assignment.start + assignment.num_rows
-    first, second = StepBuffers.make_pair(*layouts, assignment.num_envs, carver(memory[BELL_BYTES:]))
+    first, second = StepBuffers.make_pair(*layouts, assignment.num_envs, shared_allocator(memory[BELL_BYTES:]))
     return first.rows(start, stop), second.rows(start, stop)

@@ -45,7 +45,7 @@ class VectorHost:
         self._assignment = assignment
         self._spaces = spaces
         self._tick = tick
-        self._rows = assignment.num_rows
+        self._num_rows = assignment.num_rows
         # A VectorEnv, and more than VectorEnv promises: call and set_attr where it has them.
         self._env: Any = env
         self._observations = Layout(spaces.observation_space)
@@ -53,7 +53,7 @@ class VectorHost:
         self._targets: Sequence[NDArray[Any] | None] = self.buffers.observations
         self._objects: list[list[Any]] = []
         self._shown = self._columns()  # What the last actions were chosen on, one array or list per leaf.
-        self._seeds: Sequence[int | None] = [None] * self._rows
+        self._seeds: Sequence[int | None] = [None] * self._num_rows
         self._attributes: dict[str, Sequence[Any]] = {}
         # After an exception or the loss of another worker: rows whose episode counts as truncated, and whether the next
         # step is to tell of that; and the first observations of the episodes after it, if they have begun.
@@ -94,7 +94,7 @@ class VectorHost:
         self._truncated, self._first, self._is_told, self._beginners = None, None, True, None
         rows = slice(None) if mask is None else np.array(mask, np.bool_)
         self.buffers.terminations[rows] = self.buffers.truncations[rows] = False
-        return _with_masks(infos, self._rows)
+        return _with_masks(infos, self._num_rows)
 
     def step(self, buffer: int | None, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
         """Step the vector environment once; it resets finished episodes automatically."""
@@ -122,7 +122,7 @@ class VectorHost:
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
         """Begin new episodes, and let the next step tell of those that were lost."""
         # Into the other buffer: if this worker is lost, too, the next one is given what is in this one.
-        infos = complete(self.reset(1 - buffer, seeds, None, None), self._rows)
+        infos = complete(self.reset(1 - buffer, seeds, None, None), self._num_rows)
         first = [_copied(column) for column in self._columns()], infos
         self._turn_to(buffer)
         self._first = first
@@ -158,8 +158,8 @@ class VectorHost:
         else:
             target = getattr(self._env, name)
             result = target(*args, **kwargs) if callable(target) else target
-        is_per_env = isinstance(result, tuple | list) and len(result) == self._rows
-        return list(result) if is_per_env else [result] * self._rows
+        is_per_env = isinstance(result, tuple | list) and len(result) == self._num_rows
+        return list(result) if is_per_env else [result] * self._num_rows
 
     def set_attr(self, name: str, values: Sequence[Any]) -> None:
         """Set an attribute of the vector environment, which must be the same for all its environments."""
@@ -203,7 +203,7 @@ class VectorHost:
             self._beginners = None
         if for_rollout and not (np.any(terminations) or np.any(truncations)):
             return {}  # No episode ends here.
-        return FullInfos(infos) if fits(infos, self._rows) else _with_masks(infos, self._rows)
+        return FullInfos(infos) if fits(infos, self._num_rows) else _with_masks(infos, self._num_rows)
 
     def _step_truncated(self) -> Infos:
         """Step after episodes were truncated without the environment's knowledge: tell of it, or begin new ones."""
@@ -217,7 +217,7 @@ class VectorHost:
                 "The episodes of these environments were truncated, since their worker was lost or one of them raised, "
                 "and autoreset_mode is DISABLED. Reset them all first: envs.reset(options={'reset_mask': truncated})."
             )
-        infos = self.reset(self._buffer, [None] * self._rows, None, None)
+        infos = self.reset(self._buffer, [None] * self._num_rows, None, None)
         self.buffers.rewards[:] = 0.0
         return infos
 
@@ -239,11 +239,11 @@ class VectorHost:
         self._is_told = True
         if is_same:
             self._truncated = self._first = None
-            finals = [self._observations.nest([column[row] for column in seen]) for row in range(self._rows)]
+            finals = [self._observations.nest([column[row] for column in seen]) for row in range(self._num_rows)]
             return {
                 **infos,
                 **told,
-                **_with_masks({"final_obs": _as_objects(finals), "final_info": {"worker_lost": rows}}, self._rows),
+                **_with_masks({"final_obs": _as_objects(finals), "final_info": {"worker_lost": rows}}, self._num_rows),
             }
         if not rows.all() and mode is AutoresetMode.NEXT_STEP:
             # A vector environment steps as a whole: the next step is a true one, and shows those whose episodes were
@@ -255,21 +255,21 @@ class VectorHost:
         """Take all episodes for truncated after an exception; by the autoreset mode, begin new ones."""
         leaves = [_copied(column) for column in self._shown]
         text = self._budget.text
-        self._seeds = [None] * self._rows
+        self._seeds = [None] * self._num_rows
         infos: Infos = {}
         if self._assignment.autoreset_mode is AutoresetMode.SAME_STEP:
-            rows = [self._observations.nest([leaf[row] for leaf in leaves]) for row in range(self._rows)]
+            rows = [self._observations.nest([leaf[row] for leaf in leaves]) for row in range(self._num_rows)]
             errors = list(self.errors)
             infos = self.reset(self._buffer, self._seeds, None, None)
             self.errors[:0] = errors
-            infos |= _with_masks({"final_obs": _as_objects(rows), "final_info": {"env_error": text}}, self._rows)
+            infos |= _with_masks({"final_obs": _as_objects(rows), "final_info": {"env_error": text}}, self._num_rows)
         else:
             self._put_columns(leaves)
-            self._truncated = np.ones(self._rows, np.bool_)
+            self._truncated = np.ones(self._num_rows, np.bool_)
         self.buffers.rewards[:] = 0.0
         self.buffers.terminations[:] = False
         self.buffers.truncations[:] = True
-        return infos | _with_masks({"env_error": text}, self._rows)
+        return infos | _with_masks({"env_error": text}, self._num_rows)
 
     def _remake(self) -> None:
         try:
@@ -313,7 +313,7 @@ class VectorHost:
         first = seeds[0]
         if all(seed is None for seed in seeds):
             return None
-        if first is not None and list(seeds) == list(range(first, first + self._rows)):
+        if first is not None and list(seeds) == list(range(first, first + self._num_rows)):
             return first
         return list(seeds)
 
