@@ -54,7 +54,7 @@ STORIES: dict[str, list[Event]] = {
     ],
     "one key is for one place": [
         register(0, "a", ACCEPTED),
-        register(1, "a", refused("its key is that of worker 0")),
+        register(1, "a", refused("its key already belongs to worker 0")),
         keys(a=0),
     ],
     "whoever is here is not displaced": [

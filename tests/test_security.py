@@ -210,7 +210,7 @@ def test_the_ticket_is_good_for_registering_and_for_nothing_else(caplog: pytest.
             assert isinstance(refusal, Refused)
             assert refusal.reason == reason
         worker.send([messages.encode(messages.Stepped(2, None, None)), *observations])
-        while "Stepped from somebody who has not joined" not in caplog.text:
+        while "Stepped from a peer that has not joined" not in caplog.text:
             envs.step(np.zeros(4, np.int64))
         worker.use(own)  # It was not registered, so it is not let in.
         while "does not hold this run's key" not in caplog.text:

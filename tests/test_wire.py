@@ -352,7 +352,7 @@ def test_a_ticket_does_not_show_its_secret() -> None:
 
 @pytest.mark.parametrize("text", ["", "nonsense", "AAAA", "é"])
 def test_what_is_no_ticket_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="This is no ticket"):
+    with pytest.raises(ConfigError, match="This is not a ticket"):
         Ticket.decode(text)
 
 

@@ -40,7 +40,7 @@ _FAULTS, _NETWORK, _TIMEOUTS = Faults(), Network(), Timeouts()
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """What is known of a worker.
+    """What the head knows about a worker.
 
     Attributes:
         pid: Of its process, on its own machine; None before it has joined.
@@ -89,15 +89,15 @@ class ClusterEnv(BackedVectorEnv):
             env: An environment's id, an `EnvSpec`, a factory, a sequence of factories (exactly `SyncVectorEnv`'s first
                 argument; they may differ), or a `NativeVector`.
             num_envs: How many environments; 1 by default, or as many as there are factories.
-            num_workers: How many processes share the environments out; by default as many as the launcher is for, or
+            num_workers: How many processes the environments are divided among; by default the launcher's suggestion, or
                 one per usable core, at most `num_envs`. 0 runs everything in this very process: for breakpoints, and
-                for environments so cheap that nothing is won.
+                for environments so cheap that nothing is gained.
             launcher: Where workers are started; by default as children of this process.
             sync: When a policy on the workers takes the learner's newest weights; `AdaptiveSync()` by default.
             autoreset_mode: What happens when an episode ends, as in Gymnasium.
             observation_mode: How observation spaces are batched, as in Gymnasium.
             copy: Whether `reset` and `step` return observations of the caller's own. False saves the copy, and the
-                arrays change with the step after the next one.
+                arrays change with the step after the next one, or at once with a reset or a rollout.
             env_kwargs: Arguments for `gymnasium.make`, with an id or a spec.
             faults: What happens when a worker is lost or an environment raises.
             network: How workers reach the head.
@@ -168,7 +168,7 @@ class ClusterEnv(BackedVectorEnv):
 
     @property
     def workers(self) -> tuple[WorkerStatus, ...]:
-        """What is known of each worker now, in the order of the environments they host."""
+        """What the head knows about each worker now, in the order of the environments they host."""
         return tuple(
             WorkerStatus(
                 index=worker.index,
@@ -282,8 +282,8 @@ class ClusterEnv(BackedVectorEnv):
         Args:
             agent: As for `rollout`.
             num_steps: T of each rollout.
-            min_envs: Gather the rollouts of at least so many environments into one. By default each worker's comes by
-                itself. `Rollout.env_indices` says whose columns they are.
+            min_envs: Gather the rollouts of at least this many environments into one. By default each worker's comes
+                separately. `Rollout.env_indices` says whose columns they are.
             in_flight: How many rollouts a worker may make ahead of what was delivered. More keep it busy when learning
                 takes long, and make what it delivers older.
             max_lag: Throw away, and count, rollouts of a policy more than this many versions behind, and bring their

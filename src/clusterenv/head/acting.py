@@ -57,7 +57,7 @@ class Acting(Workers):
     def adopt(
         self, policy: Policy, spec: WeightsSpec, version: int, num_probes: int, arguments: Mapping[str, Any]
     ) -> None:
-        """Send every worker the policy's structure and weights, and learn what it returns beside actions.
+        """Send every worker the policy's structure and weights, and learn what it returns besides actions.
 
         Raises:
             PolicyError: The policy cannot be sent, or does not return the same on all workers.

@@ -27,10 +27,12 @@ from clusterenv.wire.zeromq import HeadSocket
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_S = 0.5  # What the last words to a worker get to leave, if nobody waits for it to end.
+_FAREWELL_S = 0.5  # How long the last messages may take to leave, if nobody waits for a worker to end.
 _LOOK_S = 0.1  # How long to wait at most before looking whether a worker is lost.
 _UPKEEP_CALLS = 1024  # How often to read the socket where workers share memory: strangers' attempts pile up there.
-_ENOUGH = 64  # Messages to take in one poll: whoever talks without end must not keep the head from all else.
+_ENOUGH = (
+    64  # Messages to take in one poll: a peer that never stops sending must not keep the head from everything else.
+)
 _ROLLOUT_ANSWERS = 1000  # What a rollout counts for, when it is asked whether a worker has been of use.
 
 Accept: TypeAlias = Callable[[Worker, Reply], None]
@@ -72,7 +74,7 @@ class Calls:
     Attributes:
         mailboxes: Of the workers that share memory.
         joining: Who may come in.
-        deferred: Puts Ctrl-C off, for whoever sends or deals with several messages that belong together.
+        deferred: Defers Ctrl-C, for whoever sends or deals with several messages that belong together.
         last_call: Its number.
         num_plain_steps: How many there were.
     """
@@ -233,7 +235,7 @@ class Calls:
 
     def _deliver(self, peer: bytes, worker: Worker | None, frames: Sequence[zmq.Frame], events: list[Event]) -> None:
         if not frames:
-            raise WireError("a message of far too many frames")
+            raise WireError("a message with too many frames")
         reply = messages.decode_reply(frames[0].buffer)
         if isinstance(reply, Register):
             self.joining.register(peer, reply)
@@ -242,7 +244,7 @@ class Calls:
             if joined is not None:
                 events.append(Joined(joined))
         elif worker is None:
-            raise WireError(f"{type(reply).__name__} from somebody who has not joined")
+            raise WireError(f"{type(reply).__name__} from a peer that has not joined")
         else:
             self._match(worker, reply, [frame.buffer for frame in frames[1:]], events)
 

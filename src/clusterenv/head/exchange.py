@@ -44,13 +44,13 @@ class ShardBackend(Protocol):
 
     @property
     def deferred(self) -> contextlib.AbstractContextManager[None]:
-        """Puts Ctrl-C off until the end of a block."""
+        """Defers Ctrl-C until the end of a block."""
 
     def settle(self) -> None:
         """Come to rest."""
 
     def advance(self, timeout_s: float, /) -> bool:
-        """Let things happen."""
+        """Process events."""
 
     def raise_fatal(self, workers: Iterable[Worker]) -> None:
         """Raise why one of these is gone for good."""

@@ -31,7 +31,7 @@ def naming(worker: Worker) -> Iterator[None]:
     try:
         yield
     except WireError as error:
-        raise WireError(f"The answer of {worker}, is malformed: {error}") from error
+        raise WireError(f"Malformed answer from {worker}: {error}") from error
 
 
 def failure_of(worker: Worker, failed: Failed) -> WorkerFailed:

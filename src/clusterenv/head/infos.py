@@ -1,4 +1,4 @@
-"""Infos: what workers return beside arrays, checked, and put together as if one process had made it."""
+"""Infos: what workers return besides arrays, checked, and put together as if one process had made it."""
 
 from __future__ import annotations
 

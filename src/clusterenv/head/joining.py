@@ -62,7 +62,7 @@ class Places:
         if place is None:
             return self._no_such_worker(index)
         if self.keys.get(key, index) != index:
-            return _refuse(f"its key is that of worker {self.keys[key]}")
+            return _refuse(f"its key already belongs to worker {self.keys[key]}")
         if place.has_joined:
             if key != place.key and not is_cut_off:
                 return _refuse(f"worker {index} has joined already")
@@ -172,7 +172,7 @@ class Joining:
         return worker
 
     def strike_off(self, worker: Worker) -> None:
-        """Have done with a worker: what still comes from it is a stranger's. Who waits for its place may have it."""
+        """Drop a worker: what still comes from it is a stranger's. Who waits for its place may have it."""
         if worker.peer is not None:
             del self.by_peer[worker.peer]
         worker.peer = None
@@ -183,7 +183,7 @@ class Joining:
             self._places.give_up(worker.index, time.monotonic())  # It did not wait so long.
         for peer in others:
             worker.has_rival = True
-            self._refuse(peer, f"a registration as worker {worker.index}", "another process has come after it")
+            self._refuse(peer, f"a registration as worker {worker.index}", "another process has since registered")
 
     def _refuse(self, peer: bytes, whom: str, reason: str) -> None:
         self._refusals.warn("refused %s: %s", whom, reason)

@@ -106,7 +106,7 @@ class Remote(Acting):
 
     def set_attr(self, name: str, items: Sequence[Any]) -> Handle:
         """Start setting an attribute of every environment."""
-        # Pickled now: what the caller does to the values later is no business of a worker that comes later.
+        # Pickled now: what the caller does to the values later does not concern a worker that comes later.
         pickled = {worker: cloudpickle.dumps(list(items[worker.start : worker.stop])) for worker in self.workers}
         self.settle()
 

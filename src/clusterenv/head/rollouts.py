@@ -123,7 +123,7 @@ class Rollouts:
             return self._backend.decide(self.versions.newest, pulls, arguments)
 
     def note_step(self, num_envs: int, errors: Sequence[tuple[int, str]]) -> None:
-        """Count a step, by whomever its actions were chosen.
+        """Count a step, whoever chose its actions.
 
         Args:
             num_envs: How many environments were stepped.

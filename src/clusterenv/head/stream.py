@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _WAIT_S = 0.1
 _CATCH_UP_S = 0.25  # How long at most to read what came while the learner learned, before it gets its rollout.
-_MAX_LOADS = 8  # Weights that wait for a worker which is hung up or cut off are memory; it will need the last only.
+_MAX_LOADS = 8  # Weights that wait for a worker which is hung or cut off are memory; it will need the last only.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@
         ^                    |                             |
         '---- restart ---- LOST <---------- lost ----------'
 
-A worker that the run began without is LATE until it has joined. The same for calls of all workers and for streams.
+A worker that the run began without is LATE until it has joined. The same for calls to all workers and for streams.
 """
 
 from __future__ import annotations
@@ -145,7 +145,10 @@ class Supervisor:
         elif worker.in_a_row > _MAX_IN_A_ROW:
             worker.fatal = lost_error(worker, f"{_MAX_IN_A_ROW} replacements in a row were lost, too. {reason}")
         elif self._faults.max_restarts is not None and self._num_restarts >= self._faults.max_restarts:
-            worker.fatal = lost_error(worker, f"Faults(max_restarts={self._faults.max_restarts}) are used up. {reason}")
+            worker.fatal = lost_error(
+                worker,
+                f"The restarts that Faults(max_restarts={self._faults.max_restarts}) allows are used up. {reason}",
+            )
         else:
             log.warning("%s, was lost and will be replaced: %s", worker, reason)
             worker.seeds = self._fresh_seeds(worker)
@@ -199,5 +202,5 @@ def lost_error(worker: Worker, reason: str) -> WorkerLost:
 
 def _slow(stage: Stage, limit_s: float) -> str:
     if stage is Stage.ASSIGN:
-        return f"it has not made its environments within {limit_s:g} s: Timeouts(join_s=...) gives it longer"
+        return f"it did not make its environments within {limit_s:g} s: Timeouts(join_s=...) gives it longer"
     return f"it was not ready within {limit_s:g} s: Timeouts(call_s=...) gives it longer"

@@ -1,4 +1,4 @@
-"""Worker: all that the head knows of one worker."""
+"""Worker: everything the head knows about one worker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Owed:
 
     Attributes:
         accept: Takes the answer; may raise WireError.
-        destination: Says into which arrays the frames that come with it belong, when so many steps have come in parts.
+        destination: Says into which arrays the frames that come with it belong, after this many steps in parts.
         by_mailbox: Whether it comes by the mailbox.
         since: When it was asked for.
         cancels: Whether nothing that was asked for before is owed any more once it has come.
@@ -162,7 +162,7 @@ class Worker:
         num_answers: Since it became ready; a rollout counts for many, a plain step not at all.
         num_plain_steps: How many of these there had been when it became ready.
         seeds: What the environments of one that takes over are reset with.
-        fatal: Why nobody will be started in this place any more.
+        fatal: Why this worker will not be restarted.
     """
 
     index: int

@@ -65,7 +65,7 @@ class Launcher(Protocol):
         """Start the workers; they join the head when they are up.
 
         Raises:
-            ConfigError: The recipe has no place for so many.
+            ConfigError: The recipe has no place for this many.
             LaunchError: They cannot be started.
         """
 

@@ -21,7 +21,7 @@ class LocalLauncher:
     """Starts workers as child processes of this one.
 
     Attributes:
-        cpus: For each worker: how many threads BLAS, OpenMP and torch use in it. By default the cores are shared out
+        cpus: For each worker: how many threads BLAS, OpenMP and torch use in it. By default the cores are divided
             evenly; too many threads are the commonest reason for slow workers. Variables you have set yourself
             (OMP_NUM_THREADS and its like) are left alone.
         log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. By default

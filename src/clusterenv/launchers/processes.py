@@ -189,7 +189,7 @@ def make_run_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C and SIGTERM off while something is started and noted; else nobody might know what to end."""
+    """Defer Ctrl-C and SIGTERM while something is started and noted; else nobody might know what to end."""
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
     came: list[tuple[int, FrameType | None]] = []

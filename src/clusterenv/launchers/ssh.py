@@ -61,7 +61,7 @@ class SSHLauncher:
         hosts: Names as you would give them to ssh (`host`, `user@host`, an alias of your ssh configuration), which get
             equally many workers. Or a mapping from names to how many workers each gets at most.
         cpus: For each worker: how many threads BLAS, OpenMP and torch use in it. By default the cores of a host are
-            shared out evenly among its workers. Variables set there already are left alone.
+            divided evenly among its workers. Variables set there already are left alone.
         python: The command for Python there, as you would type it, e.g. `~/venv/bin/python`.
         setup: Lines of shell to run there first, e.g. `module load cuda` or `cd ~/project`. One that fails
             ends the worker.
@@ -141,7 +141,7 @@ class SSHLauncher:
         """Start connecting to the hosts and return at once.
 
         Raises:
-            ConfigError: The hosts may not get so many workers.
+            ConfigError: The hosts may not get this many workers.
             LaunchError: There is no ssh here, or a log cannot be written.
         """
         seats = self._seats(num_workers)

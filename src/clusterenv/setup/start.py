@@ -31,7 +31,9 @@ def count_workers(num_workers: int | None, num_envs: int, launcher: Launcher) ->
     if not isinstance(num_workers, int) or num_workers < 0:
         raise ConfigError(f"num_workers must be an int of at least 0, got {num_workers!r}.")
     if num_workers > num_envs:
-        raise ConfigError(f"num_workers={num_workers}, but there are only {num_envs} environments to share out.")
+        raise ConfigError(
+            f"num_workers={num_workers}, but there are only {num_envs} environments to divide among them."
+        )
     return num_workers
 
 
@@ -67,7 +69,7 @@ def start_workers(
     Args:
         launcher: Starts them.
         factories: Of the environments.
-        num_workers: Among whom these are shared out.
+        num_workers: Among whom these are divided.
         mode: How they are reset.
         observation_mode: How their observation spaces are batched.
         faults: What happens when workers are lost.

@@ -267,7 +267,7 @@ class Failed(_Message, tag=24, frozen=True):
 
 
 class Adopted(_Message, tag=25, frozen=True):
-    """Worker to head: the policy works here, and this is what it returns beside actions."""
+    """Worker to head: the policy works here, and this is what it returns besides actions."""
 
     call: int
     extras: list[ArraySpec]

@@ -225,7 +225,7 @@ class Bell:
             self.ring.post()
 
     def silence(self) -> None:
-        """Take back all tokens, when somebody who was to answer never will.
+        """Take back all tokens, when a worker that was to answer never will.
 
         An answer that comes after this rings at once. Then the bell has rung too early, and the head, which looks at
         the mailboxes, goes on waiting.
@@ -267,7 +267,7 @@ class HeadMailbox:
         return True
 
     def announce(self, call: int | None) -> None:
-        """Say that a message was sent over the socket: the request of this call, or one outside any call of all."""
+        """Say that a message was sent over the socket: the request of this call, or one for this worker alone."""
         self.words[_SENT] += 1
         if call is None:
             self.go.post()
@@ -318,7 +318,7 @@ class AllMailboxes:
         self._wake = chain.post
 
     def start_plain(self, call: int, buffer: int) -> None:
-        """Start a plain step of all workers, into this one of the two step buffers."""
+        """Start a plain step on all workers, into this one of the two step buffers."""
         size = _PLAIN + buffer
         try:
             for words in self._words:

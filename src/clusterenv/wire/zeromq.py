@@ -34,7 +34,7 @@ _MAX_FRAMES = 1 << 16  # In a message from a worker: 16 GiB of arrays.
 _FRAMES_AT_ONCE = 4096  # To read before the caller may look at its deadline: a message may have a million empty ones.
 _HEARTBEAT_MS = 1_000
 _HANDSHAKE_MS = 3_000  # Whoever connects and says nothing is sent away after this.
-_WORKER_PATIENCE = 3  # A head that is silent for so many times `silence_s` is gone, or cut off.
+_WORKER_PATIENCE = 3  # A head that is silent for this many times `silence_s` is gone, or cut off.
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _EVENTS_ENDPOINT = "inproc://clusterenv.events"
 _ENOUGH_EVENTS = 1000  # To read in one go: strangers may come faster than they can be counted.
@@ -112,7 +112,7 @@ class HeadSocket:
 
     Attributes:
         ticket: What workers need to find it.
-        authorised: The public keys that are let in beside the ticket's. Their owner changes them at will; connections
+        authorised: The public keys that are let in besides the ticket's. Their owner changes them at will; connections
             that are there already stay.
     """
 
@@ -231,7 +231,7 @@ class HeadSocket:
         return count
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close, giving what was sent last this long to leave. May be called again, also if it was interrupted."""
+        """Close, giving what was sent last this long to leave. May be called again, even if it was interrupted."""
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._events.close(linger=0)
@@ -376,7 +376,7 @@ class WorkerSocket:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close, giving what was sent last this long to leave."""
-        # In this order: ZeroMQ tells of the last event as soon as somebody listens, and waits for ever if nobody does.
+        # In this order: ZeroMQ tells of the last event as soon as somebody listens, and waits forever if nobody does.
         self.end_events()
         self.events.close(linger=0)
         self._socket.close(linger=int(linger_s * 1000))

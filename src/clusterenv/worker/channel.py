@@ -1,6 +1,6 @@
 """Channel: a worker's way to the head, whichever transports it is made of.
 
-A reply goes the way its request came: a call of all workers by the mailbox, if there is one, and whatever concerns this
+A reply goes the way its request came: a call to all workers by the mailbox, if there is one, and whatever concerns this
 worker alone (its part of a stream, say) over the socket. So there is no mode that head and worker could disagree about.
 """
 
@@ -100,7 +100,7 @@ class Channel:
             mailbox.post(messages.encode(reply), reply.call, lambda large: self._socket.send([large]))
 
     def tick(self) -> None:
-        """Note that a step or reset of the call under way is finished, so that the head does not take it for hung."""
+        """Note that a step or reset of the call under way is finished, so that the head does not consider it hung."""
         if self._mailbox is not None:
             self._mailbox.tick()
         elif (now := time.monotonic()) - self._told_at > _PROGRESS_S:

@@ -324,7 +324,7 @@ class EnvHost:
         return results
 
     def close(self) -> None:
-        """Close every environment, also when one of them fails to; the first error is raised at the end."""
+        """Close every environment, even when one of them fails to; the first error is raised at the end."""
         envs, self._envs = self._envs, []
         first: Exception | None = None
         for env in envs:
@@ -479,7 +479,7 @@ class EnvHost:
         return self._budget.forgive(row, error)
 
     def _truncate_row(self, row: int, rewards: list[Any]) -> tuple[Any, Infos]:
-        """Take an episode for truncated where its environment raised; returns the last observation, and an info."""
+        """Treat an episode as truncated where its environment raised; returns the last observation, and an info."""
         rewards[row] = 0.0
         self.buffers.terminations[row], self.buffers.truncations[row] = False, True
         return self._last_observation(row), {"env_error": self._budget.text}

@@ -59,7 +59,7 @@ class Guardian:
         self._send(_BEAT)
 
     def tell_head_is_gone(self) -> None:
-        """Ask to be ended in a moment, should this process not manage to end by itself."""
+        """Ask to be ended in a moment, should this process not manage to end on its own."""
         self._send(_HEAD_IS_GONE)
 
     def says_head_is_gone(self) -> bool:

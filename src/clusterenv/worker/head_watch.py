@@ -26,7 +26,7 @@ _BETWEEN_TRIES_S = 0.5
 
 
 class HeadWatch:
-    """A thread that watches the connection to the head, and, through the guardian or by itself, the head's process.
+    """A thread that watches the connection to the head, and, through the guardian or on its own, the head's process.
 
     Attributes:
         head_is_gone: The loop should end in order, and has a moment for it.

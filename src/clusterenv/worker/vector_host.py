@@ -252,7 +252,7 @@ class VectorHost:
         return told
 
     def _truncate_all(self) -> Infos:
-        """Take all episodes for truncated after an exception; by the autoreset mode, begin new ones."""
+        """Treat all episodes as truncated after an exception; by the autoreset mode, begin new ones."""
         leaves = [_copied(column) for column in self._shown]
         text = self._budget.text
         self._seeds = [None] * self._num_rows
