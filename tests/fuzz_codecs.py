@@ -15,8 +15,8 @@ import numpy as np
 from gymnasium import spaces
 
 from clusterenv.errors import WireError
-from clusterenv.head.infos import ShardInfos, check_infos, merge_infos
 from clusterenv.wire import messages, values
+from clusterenv.wire.infos import ShardInfos, check_infos, merge_infos
 from clusterenv.wire.messages import ArraySpec, Offer
 
 CALL = 7

@@ -59,7 +59,7 @@ HEAD: dict[str, set[str]] = {
     "versions": {"stats", "worker"},
     "rollouts": {"failure", "infos", "outcome", "stats", "versions", "worker"},
     "stream": {"failure", "infos", "remote", "rollouts", "worker"},
-    "exchange": {"failure", "infos", "outcome", "worker"},
+    "exchange": {"failure", "outcome", "worker"},
 }
 
 FRAMEWORKS = {"torch", "jax", "ray", "kubernetes", "matplotlib", "stable_baselines3", "envpool", "tensorflow"}

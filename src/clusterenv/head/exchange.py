@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from clusterenv.errors import CallTimeout, ConfigError
 from clusterenv.head.failure import failure_of
-from clusterenv.head.infos import ShardInfos, merge_infos
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.worker import Worker
 from clusterenv.wire.buffers import StepBuffers
+from clusterenv.wire.infos import ShardInfos, merge_infos
 from clusterenv.wire.layout import Layout
 
 Received = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
