@@ -76,7 +76,7 @@ class Finding:
         return "\n".join([head, *(_INDENT + text for text in more)])
 
 
-class Witness:
+class Witness(Launcher):
     """Launches as another launcher does, and remembers what became of the workers when the head has put them away.
 
     Attributes:
@@ -97,17 +97,10 @@ class Witness:
 
     @property
     def suggested_workers(self) -> int | None:
-        """The other's."""
         return self._launcher.suggested_workers
 
     @property
-    def queues(self) -> bool:
-        """No: what the doctor runs is its own, and known to work."""
-        return False
-
-    @property
     def route_to(self) -> str | None:
-        """The other's."""
         return self._launcher.route_to
 
     def launch(self, ticket: Ticket, num_workers: int) -> Fleet:
@@ -118,7 +111,6 @@ class Witness:
         return _WatchedFleet(fleet, self, num_workers)
 
     def render(self, num_workers: int) -> str:
-        """Show what the other shows."""
         return self._launcher.render(num_workers)
 
 

@@ -47,19 +47,22 @@ class Fleet(Protocol):
 
 
 class Launcher(Protocol):
-    """A recipe for starting workers somewhere."""
+    """A recipe for starting workers somewhere. Whoever inherits from it starts them at once, on this very machine."""
 
     @property
     def suggested_workers(self) -> int | None:
         """How many workers to start if `ClusterEnv(num_workers=None)`; None: one per core of this machine."""
+        return None
 
     @property
     def route_to(self) -> str | None:
         """A host the workers run on, so that the head listens where they can reach it; None for this very machine."""
+        return None
 
     @property
     def queues(self) -> bool:
         """Whether workers may have to wait for their turn, so that mistakes should be found before they are queued."""
+        return False
 
     def launch(self, ticket: Ticket, num_workers: int) -> Fleet:
         """Start the workers; they join the head when they are up.

@@ -63,7 +63,6 @@ class ProcessFleet:
             raise
 
     def exits(self) -> dict[int, str]:
-        """Return how each worker that has ended, ended."""
         self._advance()
         statuses = {index: process.poll() for index, process in enumerate(self._processes)}
         ended = {
@@ -79,7 +78,6 @@ class ProcessFleet:
         return f"ending what is left of worker {', '.join(map(str, self._kill_at))}" if self._kill_at else ""
 
     def log_tail(self, worker_index: int) -> str:
-        """Return the last lines a worker wrote."""
         return self._logs[worker_index].tail()
 
     def restart(self, worker_index: int) -> None:

@@ -93,13 +93,11 @@ class SlurmFleet:
             raise
 
     def exits(self) -> dict[int, str]:
-        """Return how each worker that has ended, ended."""
         self._look()
         found = {worker_index: self._end_of(worker_index) for worker_index in range(self._num_workers)}
         return {worker_index: how for worker_index, how in found.items() if how}
 
     def status(self) -> str:
-        """Say what the job waits for, or where it runs."""
         self._look()
         return str(self._all) if self._submission is None else "another job is being submitted"
 

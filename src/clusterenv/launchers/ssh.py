@@ -19,6 +19,7 @@ from pathlib import Path
 
 from clusterenv.config import split_shards, thread_variables
 from clusterenv.errors import ConfigError, LaunchError
+from clusterenv.launchers.base import Launcher
 from clusterenv.launchers.processes import WorkerLog, describe_exit, make_run_dir, uninterrupted, wait_for
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 
@@ -51,7 +52,7 @@ done
 
 
 @dataclass(frozen=True, kw_only=True)
-class SSHLauncher:
+class SSHLauncher(Launcher):
     """Starts workers on other machines, through the `ssh` program with your own configuration and keys.
 
     There must be a way in without a password (a key, an agent, a shared connection), and a Python with clusterenv on
@@ -112,11 +113,6 @@ class SSHLauncher:
     def suggested_workers(self) -> int:
         """One per host, or as many as the hosts get at most."""
         return sum(self.hosts.values()) if isinstance(self.hosts, Mapping) else len(self.hosts)
-
-    @property
-    def queues(self) -> bool:
-        """No: they start at once."""
-        return False
 
     @property
     def route_to(self) -> str:
@@ -255,7 +251,6 @@ class SSHFleet:
             raise
 
     def exits(self) -> dict[int, str]:
-        """Return how each worker that has ended, ended, and on which host."""
         self._advance()
         return {session.worker_index: session.describe() for session in self._sessions if session.has_ended}
 

@@ -196,7 +196,6 @@ class EnvHost:
     def reset(
         self, buffer: int, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None
     ) -> Infos:
-        """Reset all environments, or those in the mask; rows that are not reset keep their observation."""
         self._turn_to(buffer)
         self.errors.clear()
         add_info = self._infos.begin()
@@ -224,7 +223,6 @@ class EnvHost:
         return self._infos.end()
 
     def step(self, buffer: int | None, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
-        """Step every environment once, resetting as the autoreset mode has it."""
         if buffer is not None:
             self._turn_to(buffer)
         budget = self._budget
@@ -245,17 +243,14 @@ class EnvHost:
         return infos
 
     def pending_rows(self) -> list[bool] | None:
-        """Return whose episode is over and was not begun anew."""
         return self._pending
 
     def show_again(self, buffer: int) -> None:
-        """Show in this step buffer what was shown last, if it was not filled since."""
         if buffer != self._buffer:
             self._turn_to(buffer)
             self._keep_rows(0)
 
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
-        """Begin new episodes, and let the next step tell of those that were lost."""
         # Into the other buffer: if this worker is lost, too, the next one is given what is in this one.
         infos = complete(self.reset(1 - buffer, seeds, None, None), self._num_rows)
         arrays, objects = self._writer.shown()
@@ -274,7 +269,6 @@ class EnvHost:
             self._acting.append(self._envs[row] if has_ended else _Lost(last, firsts[row]))
 
     def start_over(self) -> bool:
-        """Show the new episodes' first observations now, if the next step was to tell of lost ones."""
         if self._acting is self._envs:
             return False
         for row, acting in enumerate(self._acting):
@@ -287,17 +281,14 @@ class EnvHost:
         return True
 
     def observe_into(self, arrays: Sequence[NDArray[Any] | None] | None) -> None:
-        """From now on write observations into these arrays, or into the step buffers again."""
         self._shown = self._writer.shown()
         self.buffers = self._aside.use(arrays is not None, self._pair[self._buffer])
         self._writer.retarget(self.buffers.observations if arrays is None else arrays)
 
     def objects(self) -> list[list[Any]]:
-        """Return the newest observations' leaves that have no fixed size."""
         return self._writer.objects()
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Call a method, or read an attribute, of every environment, looking through its wrappers."""
         results = []
         for row, env in enumerate(self._envs):
             self.failed_row = row
@@ -307,7 +298,6 @@ class EnvHost:
         return results
 
     def set_attr(self, name: str, values: Sequence[Any]) -> None:
-        """Set an attribute of every environment, on the wrapper that has it."""
         for row, (env, value) in enumerate(zip(self._envs, values, strict=True)):
             self.failed_row = row
             env.set_wrapper_attr(name, value)
@@ -315,7 +305,6 @@ class EnvHost:
         self.failed_row = None
 
     def apply(self, function: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
-        """Run a function on the environments of these rows."""
         results = []
         for row in rows:
             self.failed_row = row

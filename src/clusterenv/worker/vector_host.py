@@ -69,7 +69,6 @@ class VectorHost:
     def reset(
         self, buffer: int, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None
     ) -> Infos:
-        """Reset the vector environment, passing the mask on if there is one."""
         self._turn_to(buffer)
         self.errors.clear()
         options = None if options is None else dict(options)
@@ -97,7 +96,6 @@ class VectorHost:
         return _with_masks(infos, self._num_rows)
 
     def step(self, buffer: int | None, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
-        """Step the vector environment once; it resets finished episodes automatically."""
         if buffer is not None:
             self._turn_to(buffer)
         self.errors.clear()
@@ -110,17 +108,14 @@ class VectorHost:
             raise
 
     def pending_rows(self) -> list[bool] | None:
-        """Return None: a vector environment that raises has stepped nobody."""
-        return None
+        return None  # A vector environment that raises has stepped nobody.
 
     def show_again(self, buffer: int) -> None:
-        """Show in this step buffer what was shown last, if it was not filled since."""
         if buffer != self._buffer:
             self._turn_to(buffer)
             self._restore()
 
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
-        """Begin new episodes, and let the next step tell of those that were lost."""
         # Into the other buffer: if this worker is lost, too, the next one is given what is in this one.
         infos = complete(self.reset(1 - buffer, seeds, None, None), self._num_rows)
         first = [_copied(column) for column in self._columns()], infos
@@ -131,7 +126,6 @@ class VectorHost:
         self.buffers.truncations[:] = ended
 
     def start_over(self) -> bool:
-        """Show the new episodes' first observations now, if the next step was to tell of lost ones."""
         if self._truncated is None or self._is_told or self._first is None:
             return False
         self._put_columns(self._first[0])
@@ -140,13 +134,11 @@ class VectorHost:
         return True
 
     def observe_into(self, arrays: Sequence[NDArray[Any] | None] | None) -> None:
-        """From now on write observations into these arrays, or into the step buffers again."""
         self._shown = self._columns()
         self.buffers = self._aside.use(arrays is not None, self._pair[self._buffer])
         self._targets = self.buffers.observations if arrays is None else arrays
 
     def objects(self) -> list[list[Any]]:
-        """Return the newest observations' leaves that have no fixed size."""
         return self._objects
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -162,7 +154,6 @@ class VectorHost:
         return list(result) if is_per_env else [result] * self._num_rows
 
     def set_attr(self, name: str, values: Sequence[Any]) -> None:
-        """Set an attribute of the vector environment, which must be the same for all its environments."""
         if hasattr(self._env, "set_attr"):
             self._env.set_attr(name, list(values))
         elif any(value is not values[0] and value != values[0] for value in values):
@@ -176,7 +167,6 @@ class VectorHost:
         return [function(self._env)] * len(rows)
 
     def close(self) -> None:
-        """Close the vector environment."""
         if self._env is not None:
             self._env.close()
 
