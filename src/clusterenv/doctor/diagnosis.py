@@ -79,6 +79,8 @@ class Finding:
 class Witness(Launcher):
     """Launches as another launcher does, and remembers what became of the workers when the head has put them away.
 
+    It does not say that workers may have to queue: what the doctor runs is known to work, and needs no trial.
+
     Attributes:
         endpoint: Where the workers were told to find the head; None as long as it has none.
         has_started: Whether the launcher did its part.

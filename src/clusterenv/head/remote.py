@@ -37,14 +37,9 @@ class Remote(Acting):
                 chosen = [new if seed is None else seed for seed, new in zip(chosen, worker.seeds, strict=True)]
             return Reset(call, buffer, chosen, part, pickled)
 
+        read = self._reader.read_all
         return self._start(
-            PendingCall(
-                self.calls,
-                ask,
-                destination=step_destination,
-                asks_newcomers=mask is None,
-                read=self._reader.read_all,
-            )
+            PendingCall(self.calls, ask, destination=step_destination, asks_newcomers=mask is None, read=read)
         )
 
     def note_reset(self) -> None:
@@ -67,15 +62,12 @@ class Remote(Acting):
         self.settle()
         if actions is None:
             return self._start(self._make_step())
-        return self._start(
-            PendingCall(
-                self.calls,
-                lambda call, w, buffer: Step(call, buffer, pickle.dumps(actions[w.start : w.stop])),
-                destination=step_destination,
-                fills=True,
-                read=self._reader.read_all,
-            )
-        )
+
+        def ask(call: int, worker: Worker, buffer: int) -> Step:
+            return Step(call, buffer, pickle.dumps(actions[worker.start : worker.stop]))
+
+        read = self._reader.read_all
+        return self._start(PendingCall(self.calls, ask, destination=step_destination, fills=True, read=read))
 
     def decide(self, version: int, pulls: set[Worker], arguments: Mapping[str, Any]) -> Handle:
         """Start a step in which the workers choose the actions; these workers take the weights that were loaded."""
@@ -96,13 +88,8 @@ class Remote(Acting):
         """Start calling a method, or reading an attribute, of every environment."""
         arguments = cloudpickle.dumps((args, kwargs))
         self.settle()
-        return self._start(
-            PendingCall(
-                self.calls,
-                lambda call, worker, buffer: Invoke(call, name, arguments),
-                read=partial(_read_results, lambda worker: worker.num_envs),
-            )
-        )
+        read = partial(_read_results, lambda worker: worker.num_envs)
+        return self._start(PendingCall(self.calls, lambda call, *_: Invoke(call, name, arguments), read=read))
 
     def set_attr(self, name: str, items: Sequence[Any]) -> Handle:
         """Start setting an attribute of every environment."""
@@ -128,13 +115,8 @@ class Remote(Acting):
         def rows(worker: Worker) -> list[int]:
             return [index - worker.start for index in worker.env_indices if index in chosen]
 
-        return self._start(
-            PendingCall(
-                self.calls,
-                lambda call, worker, buffer: Apply(call, rows(worker), code),
-                read=partial(_read_results, lambda worker: len(rows(worker))),
-            )
-        )
+        read = partial(_read_results, lambda worker: len(rows(worker)))
+        return self._start(PendingCall(self.calls, lambda call, w, _: Apply(call, rows(w), code), read=read))
 
     def step_shard(self, worker: Worker) -> PendingCall:
         """Start a step of one worker's environments, with the actions in the buffers; `read_step` reads the result."""

@@ -85,7 +85,7 @@ class Workers:
 
         Args:
             calls: To them.
-            fleet: Which they are.
+            fleet: What their launcher returned.
             workers: Their records.
             supervisor: Decides what is to be done for them.
             timeouts: How long to wait.

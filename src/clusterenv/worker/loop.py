@@ -21,11 +21,11 @@ from clusterenv.wire.shared import BELL_BYTES, WorkerMailbox, open_offer
 from clusterenv.wire.ticket import Ticket
 from clusterenv.wire.zeromq import Keys, WorkerSocket
 from clusterenv.worker.channel import Channel
-from clusterenv.worker.env_host import Pair
 from clusterenv.worker.failure_report import culprit_of, describe_failure
 from clusterenv.worker.guardian import Guardian
 from clusterenv.worker.handler import Handler, ShardRequest
 from clusterenv.worker.head_watch import HeadWatch, Link
+from clusterenv.worker.host import Pair
 from clusterenv.worker.leave import Leave, Left
 from clusterenv.worker.making import describe_envs, for_travel
 from clusterenv.worker.progress import LoopProgress

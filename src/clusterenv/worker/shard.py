@@ -20,7 +20,8 @@ from clusterenv.wire.assignment import Assignment, RunSpaces
 from clusterenv.wire.buffers import RolloutBuffers, RolloutLayout
 from clusterenv.wire.layout import Layout
 from clusterenv.worker.collector import Collector, OnStep
-from clusterenv.worker.env_host import EnvHost, Host, Pair
+from clusterenv.worker.env_host import EnvHost
+from clusterenv.worker.host import Host, Pair
 from clusterenv.worker.infos import Infos
 from clusterenv.worker.making import Envs, make_all, make_vector_env
 from clusterenv.worker.vector_host import VectorHost

@@ -15,15 +15,14 @@ from clusterenv.errors import ConfigError, SpaceMismatch
 from clusterenv.wire.assignment import Assignment, RunSpaces
 from clusterenv.wire.info_planes import FullInfos, fits
 from clusterenv.wire.layout import Layout
-from clusterenv.worker.env_host import Aside, Pair
-from clusterenv.worker.error_budget import ErrorBudget
+from clusterenv.worker.host import Host, Pair
 from clusterenv.worker.infos import Infos, complete
 from clusterenv.worker.making import check_spaces, make_vector_env
 
 log = logging.getLogger(__name__)
 
 
-class VectorHost:
+class VectorHost(Host):
     """Hosts a `VectorEnv` whose sub-environments are the shard's."""
 
     takes_batches = True
@@ -36,16 +35,10 @@ class VectorHost:
         pair: Pair,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """Host a vector environment; the arguments are those of `EnvHost`."""
-        self.failed_row: int | None = None
-        self.buffers = pair[0]
-        self._pair = pair
-        self._buffer = 0
-        self._aside = Aside(pair[0])
+        """Host a vector environment; the other arguments are those of `Host`."""
+        # Which of its environments raised, only the vector environment knows: they all begin anew.
+        super().__init__(assignment, spaces, pair, tick, num_budgets=1)
         self._assignment = assignment
-        self._spaces = spaces
-        self._tick = tick
-        self._num_rows = assignment.num_rows
         # A VectorEnv, and more than VectorEnv promises: call and set_attr where it has them.
         self._env: Any = env
         self._observations = Layout(spaces.observation_space)
@@ -54,16 +47,12 @@ class VectorHost:
         self._objects: list[list[Any]] = []
         self._shown = self._columns()  # What the last actions were chosen on, one array or list per leaf.
         self._seeds: Sequence[int | None] = [None] * self._num_rows
-        self._attributes: dict[str, Sequence[Any]] = {}
         # After an exception or the loss of another worker: rows whose episode counts as truncated, and whether the next
         # step is to tell of that; and the first observations of the episodes after it, if they have begun.
         self._truncated: NDArray[np.bool_] | None = None
         self._is_told = True
         self._first: tuple[list[Any], Infos] | None = None
         self._beginners: NDArray[np.bool_] | None = None  # Whom the next step shows as beginning an episode.
-        # Which of its environments raised, only the vector environment knows: they all begin anew.
-        self._budget = ErrorBudget(1, assignment.start, forgives=assignment.on_env_error == "reset")
-        self.errors = self._budget.errors
         check_spaces(env.single_observation_space, env.single_action_space, spaces)
 
     def reset(
@@ -104,16 +93,11 @@ class VectorHost:
                 return self._step_truncated()
             return self._step(actions, for_rollout=for_rollout)
         except BaseException:
-            self._restore()
+            self._show_last()
             raise
 
     def pending_rows(self) -> list[bool] | None:
         return None  # A vector environment that raises has stepped nobody.
-
-    def show_again(self, buffer: int) -> None:
-        if buffer != self._buffer:
-            self._turn_to(buffer)
-            self._restore()
 
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
         # Into the other buffer: if this worker is lost, too, the next one is given what is in this one.
@@ -199,7 +183,7 @@ class VectorHost:
         """Step after episodes were truncated without the environment's knowledge: tell of it, or begin new ones."""
         rows = self._truncated
         assert rows is not None
-        mode = self._assignment.autoreset_mode
+        mode = self._mode
         if not self._is_told:
             return self._tell_of_loss(rows, mode)
         if mode is AutoresetMode.DISABLED:
@@ -247,7 +231,7 @@ class VectorHost:
         text = self._budget.text
         self._seeds = [None] * self._num_rows
         infos: Infos = {}
-        if self._assignment.autoreset_mode is AutoresetMode.SAME_STEP:
+        if self._mode is AutoresetMode.SAME_STEP:
             rows = [self._observations.nest([leaf[row] for leaf in leaves]) for row in range(self._num_rows)]
             errors = list(self.errors)
             infos = self.reset(self._buffer, self._seeds, None, None)
@@ -272,15 +256,13 @@ class VectorHost:
             self.set_attr(name, values)
 
     def _turn_to(self, buffer: int) -> None:
-        """Fill this one of the two step buffers from now on; the other keeps what was filled last."""
         self._shown = self._columns()
         if buffer != self._buffer:  # Else it may be a rollout that is filled.
             self.buffers = self._pair[buffer]
             self._targets = self.buffers.observations
             self._buffer = buffer
 
-    def _restore(self) -> None:
-        """Show once more what was shown last: a step has failed, or is not to be made."""
+    def _show_last(self) -> None:
         self._put_columns(self._shown)
         if self._targets is self.buffers.observations:  # Not in a rollout, whose flags are its own.
             other = self._pair[1 - self._buffer]
