@@ -15,13 +15,13 @@ import numpy as np
 from gymnasium import spaces
 
 from clusterenv.errors import WireError
-from clusterenv.head.infos import ShardInfos, check_infos, merge_infos
 from clusterenv.wire import messages, values
+from clusterenv.wire.infos import ShardInfos, check_infos, merge_infos
 from clusterenv.wire.messages import ArraySpec, Offer
 
 CALL = 7
 REQUESTS: list[messages.Request] = [
-    messages.Assign(CALL, 0, 2, b"code"),
+    messages.Assign(CALL, b"code"),
     messages.Serve(CALL, b"spaces", Offer("/proc/1/fd/3", b"nonce"), Offer("/proc/1/fd/4", b"nonce")),
     messages.Reset(CALL, 1, [1, None], [True, False], None),
     messages.Step(CALL, 0, None),

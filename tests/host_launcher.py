@@ -40,8 +40,6 @@ class HostFleet(ProcessFleet):
         next_host: Where the next worker is started; goes round.
     """
 
-    ends_predecessors = False
-
     def __init__(self, ticket: Ticket, hosts: Sequence[Host], num_workers: int) -> None:
         self.started: list[subprocess.Popen[bytes]] = []
         self.next_host = 0

@@ -19,6 +19,7 @@ from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
 from clusterenv.wire import messages, shared, values
+from clusterenv.wire.compatibility import installed_versions
 from clusterenv.wire.info_planes import SlotWriter
 from clusterenv.wire.messages import (
     PROTOCOL,
@@ -33,7 +34,6 @@ from clusterenv.wire.messages import (
     Returned,
     Stepped,
 )
-from clusterenv.wire.versions import installed_versions
 from clusterenv.worker import __main__, handler, loop
 from clusterenv.worker.channel import Channel
 

@@ -14,6 +14,7 @@ import numpy as np
 import zmq
 
 from clusterenv.wire import messages, values
+from clusterenv.wire.compatibility import installed_versions
 from clusterenv.wire.messages import (
     PROTOCOL,
     Assign,
@@ -30,7 +31,6 @@ from clusterenv.wire.messages import (
     Stop,
 )
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
-from clusterenv.wire.versions import installed_versions
 
 NUM_ENVS = 2
 

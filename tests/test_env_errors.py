@@ -103,7 +103,7 @@ def test_an_environment_that_always_fails_ends_the_run(remote: Backend, place: A
     makers = make_numbered(3, {2: [Fault("raise", place, after=1)]})
     with ClusterEnv(makers, **remote, faults=Faults(on_env_error="reset")) as envs:
         envs.reset(seed=1)
-        with pytest.raises(WorkerFailed, match=rf"(?s)a fault in the {place}.*last of 6") as caught:
+        with pytest.raises(WorkerFailed, match=rf"(?s)a fault in the {place}.*raised 6 times in a row") as caught:
             step_on(envs)
         assert caught.value.env_indices == (2,)
 

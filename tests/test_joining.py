@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from clusterenv.head.joining import Decision, Outcome, Places
+from clusterenv.head.joining import Admission, Decision, Places
 from clusterenv.head.worker import Worker
 
 Event = tuple[Callable[[Places, float], object], object]
-ACCEPTED = Decision(Outcome.ACCEPTED)
-DEFERRED = Decision(Outcome.DEFERRED)
+ACCEPTED = (Admission.ACCEPTED, "")
+DEFERRED = (Admission.DEFERRED, "")
 
 
 def register(index: int, key: str, expected: Decision, *, is_cut_off: bool = False) -> Event:
@@ -31,7 +31,7 @@ def keys(**expected: int) -> Event:
 
 
 def refused(reason: str) -> Decision:
-    return Decision(Outcome.REFUSED, reason)
+    return Admission.REFUSED, reason
 
 
 IS_HERE = [register(0, "a", ACCEPTED), join(0, "a", ACCEPTED)]
@@ -54,7 +54,7 @@ STORIES: dict[str, list[Event]] = {
     ],
     "one key is for one place": [
         register(0, "a", ACCEPTED),
-        register(1, "a", refused("its key is that of worker 0")),
+        register(1, "a", refused("its key already belongs to worker 0")),
         keys(a=0),
     ],
     "whoever is here is not displaced": [
@@ -133,9 +133,10 @@ def test_a_place_belongs_to_the_key_that_was_registered_for_it(story: list[Event
 
 
 def test_nobody_else_need_be_started_for_a_place_that_is_registered_for() -> None:
-    places = Places([Worker(0, 0, 1)])
-    assert not places.is_taken(0)
+    worker = Worker(0, 0, 1)
+    places = Places([worker])
+    assert worker.place.key is None
     places.register(0, "a", 0.0)
-    assert places.is_taken(0)
+    assert worker.place.key == "a"
     places.give_up(0, 1.0)
-    assert not places.is_taken(0)
+    assert worker.place.key is None

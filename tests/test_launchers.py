@@ -104,7 +104,6 @@ def test_a_worker_that_minds_no_signal_is_killed_before_another_is_started(
     assert await_ready(fleet, 2) == pids
     assert fleet.status() == ""
     assert left == [], "not even a zombie"
-    assert fleet.ends_predecessors
 
 
 def test_a_worker_that_cannot_be_started_again_is_told_by_exits(

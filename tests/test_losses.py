@@ -468,8 +468,6 @@ def test_a_slow_environment_is_not_a_dead_worker(remote: Backend, seconds: Stopw
 class LeavingFleet(ProcessFleet):
     """Does not end a worker that it starts once more: one that is cut off cannot be reached."""
 
-    ends_predecessors = False
-
     def __init__(self, start: Callable[[int, BinaryIO], subprocess.Popen[bytes]], num_workers: int) -> None:
         self.left: list[subprocess.Popen[bytes]] = []
         super().__init__(start, num_workers)

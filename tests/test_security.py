@@ -34,12 +34,12 @@ from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire import messages
 from clusterenv.wire.address import Address, choose_addresses
 from clusterenv.wire.arrays import CHUNK_BYTES
-from clusterenv.wire.link import Link
+from clusterenv.wire.compatibility import installed_versions
 from clusterenv.wire.messages import PROTOCOL, Join, Refused, Register
 from clusterenv.wire.shared import SharedMemory
 from clusterenv.wire.ticket import TICKET_VARIABLE, Ticket
-from clusterenv.wire.versions import installed_versions
 from clusterenv.wire.zeromq import HeadSocket, Keys, WorkerSocket
+from clusterenv.worker.head_watch import Link
 from tests.conftest import wait_until_gone
 from tests.launchers import start_module
 from tests.test_wire import KeepTicket, dealer
@@ -210,7 +210,7 @@ def test_the_ticket_is_good_for_registering_and_for_nothing_else(caplog: pytest.
             assert isinstance(refusal, Refused)
             assert refusal.reason == reason
         worker.send([messages.encode(messages.Stepped(2, None, None)), *observations])
-        while "Stepped from somebody who has not joined" not in caplog.text:
+        while "Stepped from a peer that has not joined" not in caplog.text:
             envs.step(np.zeros(4, np.int64))
         worker.use(own)  # It was not registered, so it is not let in.
         while "does not hold this run's key" not in caplog.text:

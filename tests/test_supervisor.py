@@ -9,7 +9,7 @@ import pytest
 from clusterenv import Faults, Timeouts
 from clusterenv.errors import LaunchError, WorkerLost
 from clusterenv.head.supervisor import GiveUp, Prepare, Restart, Supervisor
-from clusterenv.head.worker import Stage, State, Worker
+from clusterenv.head.worker import Stage, Worker, WorkerState
 
 pytestmark = pytest.mark.quick
 
@@ -24,7 +24,7 @@ def supervise(num_workers: int = 1, faults: Faults | None = None) -> tuple[Super
 
 def bring_up(supervisor: Supervisor, workers: Sequence[Worker], now: float = 0.0) -> None:
     """Let workers join and be given everything."""
-    supervisor.last_stage = Stage.ADOPT
+    supervisor.is_open = True
     for worker in workers:
         supervisor.joined(worker, now)
     for stage in STAGES:
@@ -47,7 +47,7 @@ def test_nobody_is_served_before_the_spaces_are_known() -> None:
     assert supervisor.advance(0.0) == [Prepare(worker, Stage.ASSIGN)]
     supervisor.prepared(worker, 1.0)
     assert supervisor.advance(1.0) == []
-    supervisor.last_stage = Stage.ADOPT
+    supervisor.is_open = True
     assert supervisor.advance(1.0) == [Prepare(worker, Stage.SERVE)]
 
 
@@ -57,7 +57,7 @@ def test_a_lost_worker_is_started_again_and_the_loss_is_written_down_when_anothe
     supervisor.seed(7)
     worker.num_answers = 100
     supervisor.lost(worker, "it ended", 5.0)
-    assert worker.state is State.LOST
+    assert worker.state is WorkerState.LOST
     assert supervisor.advance(5.0) == [Restart(worker)]
     assert supervisor.advance(5.1) == []
     bring_up(supervisor, [worker], 7.0)
@@ -141,7 +141,7 @@ def test_one_that_does_not_join_in_time_is_given_up_and_started_again() -> None:
 @pytest.mark.parametrize(("stage", "limit_s"), [(Stage.ASSIGN, 100.0), (Stage.SERVE, 10.0), (Stage.ADOPT, 10.0)])
 def test_a_stage_that_takes_too_long_is_a_loss(stage: Stage, limit_s: float) -> None:
     supervisor, (worker,) = supervise()
-    supervisor.last_stage = Stage.ADOPT
+    supervisor.is_open = True
     supervisor.joined(worker, 0.0)
     for _ in range(stage):
         supervisor.advance(0.0)

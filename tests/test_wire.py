@@ -23,10 +23,10 @@ from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire import messages
 from clusterenv.wire.address import Address
 from clusterenv.wire.arrays import CHUNK_BYTES, fill
+from clusterenv.wire.compatibility import installed_versions
 from clusterenv.wire.messages import PROTOCOL, Join, Register
 from clusterenv.wire.semaphore import SIZE_BYTES, Chain, Semaphore
 from clusterenv.wire.ticket import Ticket
-from clusterenv.wire.versions import installed_versions
 from clusterenv.wire.zeromq import HeadSocket, WorkerSocket
 from tests.launchers import OwnLauncher, start_module
 
@@ -352,7 +352,7 @@ def test_a_ticket_does_not_show_its_secret() -> None:
 
 @pytest.mark.parametrize("text", ["", "nonsense", "AAAA", "é"])
 def test_what_is_no_ticket_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="This is no ticket"):
+    with pytest.raises(ConfigError, match="This is not a ticket"):
         Ticket.decode(text)
 
 

@@ -17,7 +17,7 @@ class Timeouts:
 
     Attributes:
         join_s: For workers to start, join, and make their environments.
-        call_s: For a worker to finish a step or a reset. One that finishes none for so long is hung, and treated by
+        call_s: For a worker to finish a step or a reset. One that finishes none for this long is hung, and treated by
             `Faults.on_loss`; a rollout of many steps may take longer.
         close_s: For workers to close their environments before they are killed.
         silence_s: For any sign of life of a worker's process or machine, whatever its environments do.

@@ -29,7 +29,7 @@ from clusterenv.rollout import Rollout
 from clusterenv.setup.factories import EnvArgument, resolve
 from clusterenv.setup.sample import ObservationMode, check_mode, make_sample
 from clusterenv.setup.start import count_workers, make_assignment, start_workers
-from clusterenv.vector import BackedVectorEnv, Stepped
+from clusterenv.vector import BackedVectorEnv, StepResult
 from clusterenv.wire.buffers import check_collectable
 
 if TYPE_CHECKING:  # Only who has no workers needs what workers are made of.
@@ -40,7 +40,7 @@ _FAULTS, _NETWORK, _TIMEOUTS = Faults(), Network(), Timeouts()
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """What is known of a worker.
+    """What the head knows about a worker.
 
     Attributes:
         pid: Of its process, on its own machine; None before it has joined.
@@ -89,15 +89,15 @@ class ClusterEnv(BackedVectorEnv):
             env: An environment's id, an `EnvSpec`, a factory, a sequence of factories (exactly `SyncVectorEnv`'s first
                 argument; they may differ), or a `NativeVector`.
             num_envs: How many environments; 1 by default, or as many as there are factories.
-            num_workers: How many processes share the environments out; by default as many as the launcher is for, or
+            num_workers: How many processes the environments are divided among; by default the launcher's suggestion, or
                 one per usable core, at most `num_envs`. 0 runs everything in this very process: for breakpoints, and
-                for environments so cheap that nothing is won.
+                for environments so cheap that nothing is gained.
             launcher: Where workers are started; by default as children of this process.
             sync: When a policy on the workers takes the learner's newest weights; `AdaptiveSync()` by default.
             autoreset_mode: What happens when an episode ends, as in Gymnasium.
             observation_mode: How observation spaces are batched, as in Gymnasium.
             copy: Whether `reset` and `step` return observations of the caller's own. False saves the copy, and the
-                arrays change with the step after the next one.
+                arrays change with the step after the next one, or at once with a reset or a rollout.
             env_kwargs: Arguments for `gymnasium.make`, with an id or a spec.
             faults: What happens when a worker is lost or an environment raises.
             network: How workers reach the head.
@@ -153,8 +153,8 @@ class ClusterEnv(BackedVectorEnv):
         layouts = self._action_layout, self._observation_layout
         self._rollouts = Rollouts(backend, sync or AdaptiveSync(), layouts, self.autoreset_mode, copies=copy)
         if isinstance(backend, Remote):
-            backend.on_adopted = self._rollouts.versions.note_adopted
-            backend.weights_now = self._rollouts.versions.encode_newest
+            backend.preparation.on_adopted = self._rollouts.versions.note_adopted
+            backend.preparation.weights_now = self._rollouts.versions.encode_newest
         self._exchange = Exchange(backend, *layouts)
         self._is_agents_step = False  # Whether workers choose the actions of the step under way.
         self._is_exchanging = False  # Whether `send` or `recv` may have left something behind.
@@ -168,7 +168,7 @@ class ClusterEnv(BackedVectorEnv):
 
     @property
     def workers(self) -> tuple[WorkerStatus, ...]:
-        """What is known of each worker now, in the order of the environments they host."""
+        """What the head knows about each worker now, in the order of the environments they host."""
         return tuple(
             WorkerStatus(
                 index=worker.index,
@@ -187,7 +187,7 @@ class ClusterEnv(BackedVectorEnv):
         """The workers that were lost and replaced, with the seeds their environments were reset with."""
         return tuple(self._backend.losses)
 
-    def step(self, actions: Any, *, values: Mapping[str, Any] | None = None) -> Stepped:
+    def step(self, actions: Any, *, values: Mapping[str, Any] | None = None) -> StepResult:
         """Step every environment once.
 
         Rows are ordered by environment index, whichever worker answered first.
@@ -282,8 +282,8 @@ class ClusterEnv(BackedVectorEnv):
         Args:
             agent: As for `rollout`.
             num_steps: T of each rollout.
-            min_envs: Gather the rollouts of at least so many environments into one. By default each worker's comes by
-                itself. `Rollout.env_indices` says whose columns they are.
+            min_envs: Gather the rollouts of at least this many environments into one. By default each worker's comes
+                separately. `Rollout.env_indices` says whose columns they are.
             in_flight: How many rollouts a worker may make ahead of what was delivered. More keep it busy when learning
                 takes long, and make what it delivers older.
             max_lag: Throw away, and count, rollouts of a policy more than this many versions behind, and bring their
@@ -348,7 +348,7 @@ class ClusterEnv(BackedVectorEnv):
             with self._exchanging():
                 self._exchange.send(actions, np.asarray(env_ids))
 
-    def recv(self, timeout: float | None = None) -> Stepped:
+    def recv(self, timeout: float | None = None) -> StepResult:
         """Return what `step` does, for the environments that are ready, at least one worker's.
 
         Rows are in the order of `info["env_id"]`.

@@ -9,7 +9,7 @@ ClusterEnvError
 ├── ConcurrentUse (RuntimeError)        two threads, or a forked process, use one object
 ├── SpaceMismatch (ValueError)          an environment returned what its own space does not allow
 ├── PolicyError (ValueError)            an agent cannot be read, or weights do not fit it
-└── WireError (ValueError)              bytes that are no message of ours
+└── WireError (ValueError)              bytes that are not a valid message
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class PolicyError(ClusterEnvError, ValueError):
 
 
 class WireError(ClusterEnvError, ValueError):
-    """Bytes that are no message of ours: wrong type, dtype, shape or size."""
+    """Bytes that are not a valid message: wrong type, dtype, shape or size."""
 
 
 # Of ours, those that a worker may raise, and that a user may want to catch by their names.

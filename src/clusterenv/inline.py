@@ -11,7 +11,7 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from clusterenv.head.outcome import Collection, Outcome
-from clusterenv.head.worker import State, Worker
+from clusterenv.head.worker import Worker, WorkerState
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sketch import Measurement, Sketch
 from clusterenv.policy.weights import WeightsSpec
@@ -74,7 +74,7 @@ class Inline:
 
     def __init__(self, assignment: Assignment) -> None:
         """Make the environments; `open` follows."""
-        self.workers = [Worker(0, 0, assignment.num_envs, state=State.READY, has_served=True)]
+        self.workers = [Worker(0, 0, assignment.num_envs, state=WorkerState.READY, has_served=True)]
         self._num_envs = assignment.num_envs
         self._shard = Shard(assignment)
         self._call: InlineCall | None = None
@@ -83,7 +83,6 @@ class Inline:
         self.description = describe_envs(self._shard.make())
 
     def open(self, spaces: RunSpaces) -> None:
-        """Lay out the buffers."""
         layouts = Layout(spaces.action_space), Layout(spaces.observation_space)
         self.buffers = StepBuffers.make_pair(*layouts, self._num_envs, allocate)
         self.workers[0].rows = self.buffers
@@ -91,30 +90,24 @@ class Inline:
 
     @property
     def newest(self) -> StepBuffers:
-        """The step buffers that were filled last."""
         return self.buffers[self.workers[0].shown]
 
     def reset(
         self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None
     ) -> InlineCall:
-        """Note a reset."""
         return self._note(lambda: self._stepped(self._shard.reset(self.workers[0].shown, seeds, mask, options)))
 
     def step(self, actions: Iterable[Any] | None) -> InlineCall:
-        """Note a step."""
         return self._note(lambda: self._fill(lambda buffer: self._shard.step(buffer, actions)))
 
     def decide(self, version: int, pulls: set[Worker], arguments: Mapping[str, Any]) -> InlineCall:
-        """Note a step in which the policy chooses the actions."""
         self._load(version, pulls)
         return self._note(lambda: self._fill(lambda buffer: self._shard.decide(buffer, arguments)))
 
     def invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InlineCall:
-        """Note a call."""
         return self._note(lambda: Outcome({}, [], self._shard.host.call(name, args, kwargs), []))
 
     def set_attr(self, name: str, items: Sequence[Any]) -> InlineCall:
-        """Note the setting of an attribute."""
 
         def work() -> Outcome:
             self._shard.host.set_attr(name, items)
@@ -123,11 +116,9 @@ class Inline:
         return self._note(work)
 
     def apply(self, function: Callable[[Any], Any], env_indices: Sequence[int]) -> InlineCall:
-        """Note a function to run."""
         return self._note(lambda: Outcome({}, [], self._shard.host.apply(function, env_indices), []))
 
     def step_shard(self, _worker: Worker) -> InlineCall:
-        """Note a step of the only shard there is."""
         return self.step(None)
 
     def finish(self, call: InlineCall, _timeout_s: float | None = None) -> Outcome:
@@ -137,15 +128,12 @@ class Inline:
         return call.result()
 
     def wait_for(self, call: InlineCall) -> None:
-        """Raise what a call that was run has raised."""
         call.result()
 
     def read_step(self, _worker: Worker, outcome: Outcome) -> Outcome:
-        """Return what a step brought."""
         return outcome
 
     def advance(self, _timeout_s: float) -> bool:
-        """Do what was noted last."""
         if self._call is None or not self._call.waiting:
             return False
         self._call.run()
@@ -168,7 +156,6 @@ class Inline:
     def adopt(
         self, policy: Policy, spec: WeightsSpec, version: int, num_probes: int, arguments: Mapping[str, Any]
     ) -> None:
-        """Take a copy of the policy."""
         weights = spec.decode(spec.encode(policy.weights()))
         self._shard.adopt(copy.deepcopy(policy), version, weights, num_probes, arguments)
         self._rollout = None
@@ -177,17 +164,14 @@ class Inline:
         """Do nothing: the next policy replaces this one."""
 
     def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]]) -> None:
-        """Keep a version's weights until they are taken."""
         self._weights = spec.decode(spec.encode(weights))
 
     def measure(self, sketches: Mapping[Worker, tuple[int, Sketch]]) -> dict[Worker, Measurement]:
-        """Compare the copy with the newest policy."""
         return {worker: self._shard.measure(sketch, number) for worker, (number, sketch) in sketches.items()}
 
     def collect(
         self, num_steps: int, number: int, version: int, pulls: set[Worker], arguments: Mapping[str, Any]
     ) -> Collection:
-        """Make a rollout."""
         started = time.perf_counter()
         self._load(version, pulls)
         if self._rollout is None or len(self._rollout.rewards) != num_steps:
@@ -197,7 +181,6 @@ class Inline:
         return Collection(self._rollout, [summary], [time.perf_counter() - started])
 
     def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
-        """Close the environments."""
         self._shard.close()
 
     def _note(self, work: Work) -> InlineCall:

@@ -25,7 +25,7 @@ from clusterenv.wire.layout import Layout
 if TYPE_CHECKING:
     from clusterenv.inline import Inline
 
-Stepped = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
+StepResult = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
 
 _REFUSED_CALLS = ("reset", "step", "close", "_setattr", "_check_spaces")
 
@@ -104,12 +104,12 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
             self._note_reset(outcome)
             return self._observations(outcome), outcome.infos
 
-    def step_wait(self, timeout: float | None = None) -> Stepped:
+    def step_wait(self, timeout: float | None = None) -> StepResult:
         """Wait for the step under way, at most `timeout` seconds."""
         with self._owner:
             return self._step_wait(timeout)
 
-    def _step_wait(self, timeout: float | None) -> Stepped:
+    def _step_wait(self, timeout: float | None) -> StepResult:
         outcome = self._finish("step", timeout)
         self._note_step(outcome)
         newest = self._backend.newest
@@ -165,7 +165,8 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
                     "Values must be a list or tuple with length equal to the number of environments. "
                     f"Got `{len(values)}` values for {self.num_envs} environments."
                 )
-            self._wait_for(self._backend.set_attr(name, values))
+            handle: Any = self._backend.set_attr(name, values)
+            self._backend.finish(handle)
 
     def apply(self, function: Callable[[Any], Any], indices: Sequence[int]) -> tuple[Any, ...]:
         """Run a function on the environments with these indices, where they are; one result each, in that order."""
@@ -173,7 +174,8 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
             self._check_idle("apply")
             indices = [range(self.num_envs)[index] for index in indices]  # Negative ones count from the end.
             chosen = sorted(set(indices))
-            outcome = self._wait_for(self._backend.apply(function, chosen))
+            handle: Any = self._backend.apply(function, chosen)
+            outcome = self._backend.finish(handle)
             results = dict(zip(chosen, outcome.results, strict=True))
             return tuple(results[index] for index in indices)
 
@@ -230,9 +232,6 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         except CallTimeout:
             self._pending = pending  # The same wait may be tried again.
             raise
-
-    def _wait_for(self, handle: Any) -> Outcome:
-        return self._backend.finish(handle)
 
     def _note_step(self, outcome: Outcome) -> None:
         """Note that a step is done."""

@@ -28,6 +28,7 @@ from benchmarks.studies.scale.recording import Recording
 from clusterenv.config import split_shards, thread_variables
 from clusterenv.errors import LaunchError
 from clusterenv.launchers.processes import ProcessFleet
+from clusterenv.wire.compatibility import installed_versions
 from clusterenv.wire.messages import (
     PROTOCOL,
     Adopt,
@@ -45,7 +46,6 @@ from clusterenv.wire.messages import (
     Stop,
 )
 from clusterenv.wire.ticket import TICKET_VARIABLE, Ticket
-from clusterenv.wire.versions import installed_versions
 from clusterenv.wire.zeromq import Keys, WorkerSocket
 from clusterenv.worker.channel import Channel
 
@@ -216,8 +216,6 @@ class LightLauncher:
 
 class LightFleet:
     """Processes that hold many workers each."""
-
-    ends_predecessors = False
 
     def __init__(self, launcher: LightLauncher, ticket: Ticket, num_workers: int) -> None:
         environment = os.environ | {

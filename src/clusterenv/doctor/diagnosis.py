@@ -76,8 +76,10 @@ class Finding:
         return "\n".join([head, *(_INDENT + text for text in more)])
 
 
-class Witness:
+class Witness(Launcher):
     """Launches as another launcher does, and remembers what became of the workers when the head has put them away.
+
+    It does not say that workers may have to queue: what the doctor runs is known to work, and needs no trial.
 
     Attributes:
         endpoint: Where the workers were told to find the head; None as long as it has none.
@@ -97,17 +99,10 @@ class Witness:
 
     @property
     def suggested_workers(self) -> int | None:
-        """The other's."""
         return self._launcher.suggested_workers
 
     @property
-    def queues(self) -> bool:
-        """No: what the doctor runs is its own, and known to work."""
-        return False
-
-    @property
     def route_to(self) -> str | None:
-        """The other's."""
         return self._launcher.route_to
 
     def launch(self, ticket: Ticket, num_workers: int) -> Fleet:
@@ -118,7 +113,6 @@ class Witness:
         return _WatchedFleet(fleet, self, num_workers)
 
     def render(self, num_workers: int) -> str:
-        """Show what the other shows."""
         return self._launcher.render(num_workers)
 
 
@@ -156,7 +150,6 @@ class _WatchedFleet:
         self._fleet = fleet
         self._witness = witness
         self._num_workers = num_workers
-        self.ends_predecessors = fleet.ends_predecessors
         self.exits = fleet.exits
         self.log_tail = fleet.log_tail
         self.restart = fleet.restart

@@ -15,7 +15,7 @@ from clusterenv.doctor.probe import Probe, try_environment
 from clusterenv.env import ClusterEnv
 from clusterenv.errors import ClusterEnvError
 from clusterenv.launchers.base import Launcher
-from clusterenv.wire.versions import installed_versions
+from clusterenv.wire.compatibility import installed_versions
 
 _NUM_ROUND_TRIPS = 200
 _SMALL_BYTES = 1 << 18

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from clusterenv.config import thread_variables, usable_cores
-from clusterenv.wire.versions import installed_versions
+from clusterenv.wire.compatibility import installed_versions
 
 _NUM_STEPS = 100
 

@@ -27,14 +27,16 @@ from clusterenv.wire.zeromq import HeadSocket
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_S = 0.5  # What the last words to a worker get to leave, if nobody waits for it to end.
+_FAREWELL_S = 0.5  # How long the last messages may take to leave, if nobody waits for a worker to end.
 _LOOK_S = 0.1  # How long to wait at most before looking whether a worker is lost.
-_UPKEEP_CALLS = 1024  # How often to read the socket where workers share memory: strangers' knocks pile up there.
-_ENOUGH = 64  # Messages to take in one poll: whoever talks without end must not keep the head from all else.
+_UPKEEP_CALLS = 1024  # How often to read the socket where workers share memory: strangers' attempts pile up there.
+_ENOUGH = (
+    64  # Messages to take in one poll: a peer that never stops sending must not keep the head from everything else.
+)
 _ROLLOUT_ANSWERS = 1000  # What a rollout counts for, when it is asked whether a worker has been of use.
 
 Accept: TypeAlias = Callable[[Worker, Reply], None]
-Landing: TypeAlias = Callable[[Reply, int], Sequence[NDArray[Any]]]
+Destination: TypeAlias = Callable[[Reply, int], Sequence[NDArray[Any]]]
 
 
 class Joined(NamedTuple):
@@ -61,7 +63,7 @@ class Answered(NamedTuple):
 Event: TypeAlias = Joined | Gone | Answered
 
 
-def no_landing(_reply: Reply, _num_parts: int) -> Sequence[NDArray[Any]]:
+def no_arrays(_reply: Reply, _num_parts: int) -> Sequence[NDArray[Any]]:
     """Expect no arrays with a reply."""
     return ()
 
@@ -72,8 +74,8 @@ class Calls:
     Attributes:
         mailboxes: Of the workers that share memory.
         joining: Who may come in.
-        deferred: Puts Ctrl-C off, for whoever sends or deals with several messages that belong together.
-        number: Of the last call.
+        deferred: Defers Ctrl-C, for whoever sends or deals with several messages that belong together.
+        last_call: Its number.
         num_plain_steps: How many there were.
     """
 
@@ -81,7 +83,7 @@ class Calls:
         self.mailboxes = Mailboxes(workers)
         self.joining = Joining(socket, workers)
         self.deferred = DeferInterrupt()
-        self.number = 0
+        self.last_call = 0
         self.num_plain_steps = 0
         self._socket = socket
         self._fleet = fleet
@@ -99,8 +101,8 @@ class Calls:
 
     def next_number(self) -> int:
         """Begin a call."""
-        self.number += 1
-        return self.number
+        self.last_call += 1
+        return self.last_call
 
     def send(
         self,
@@ -109,7 +111,7 @@ class Calls:
         call: int,
         accept: Accept,
         *,
-        landing: Landing = no_landing,
+        destination: Destination = no_arrays,
         arrays: Sequence[Any] = (),
         by_mailbox: bool = False,
         cancels: bool = False,
@@ -121,7 +123,7 @@ class Calls:
             request: What, or its bytes.
             call: The request's number.
             accept: Deals with the answer.
-            landing: Where arrays that come with it go.
+            destination: Where arrays that come with it go.
             arrays: What a worker that shares no memory gets with the request; weights, if it comes over the socket.
             by_mailbox: Whether to use the mailbox, if there is one. `Mailboxes.expect` comes first.
             cancels: Whether its answer settles everything that was asked for before.
@@ -130,7 +132,7 @@ class Calls:
         mailbox = worker.mailbox
         with self.deferred:
             uses_mailbox = by_mailbox and mailbox is not None
-            worker.owed.append(Owed(call, accept, landing, uses_mailbox, time.monotonic(), cancels))
+            worker.owed.append(Owed(call, accept, destination, uses_mailbox, time.monotonic(), cancels))
             if mailbox is None:
                 self._post(worker, [frame, *arrays])
             elif not uses_mailbox:
@@ -152,7 +154,7 @@ class Calls:
 
         This is the hot path, and everything that can be left out is: who owes what is noted only if somebody fails.
         """
-        self.number = call = self.number + 1
+        self.last_call = call = self.last_call + 1
         if not call % _UPKEEP_CALLS:
             with self.deferred:
                 self._receive(0.0, self._early)
@@ -162,7 +164,7 @@ class Calls:
     def note_plain_step(self, accept: Accept, since: float) -> None:
         """Note who owes what after a plain step that takes long, or had other answers than plain ones."""
         for worker in self._workers:
-            worker.owed.append(Owed(self.number, accept, no_landing, True, since))
+            worker.owed.append(Owed(self.last_call, accept, no_arrays, True, since))
         self.mailboxes.num_awaited += len(self._workers)
 
     def poll(self, timeout_s: float) -> list[Event]:
@@ -173,7 +175,7 @@ class Calls:
             timeout_s = 0.0
         if self.mailboxes.num_awaited > 0:
             for worker, reply in self.mailboxes.wait(timeout_s):
-                self._settle_mailbox(worker, reply, events)
+                self._match_mailbox(worker, reply, events)
             timeout_s = 0.0
         self._receive(timeout_s, events)
         now = time.monotonic()
@@ -224,7 +226,7 @@ class Calls:
                 return
             timeout_s = None  # Whatever else lies there, without asking whether.
             peer, frames = received
-            worker = self.joining.find(peer)
+            worker = self.joining.by_peer.get(peer)
             try:
                 self._deliver(peer, worker, frames, events)
             except WireError as error:
@@ -233,7 +235,7 @@ class Calls:
 
     def _deliver(self, peer: bytes, worker: Worker | None, frames: Sequence[zmq.Frame], events: list[Event]) -> None:
         if not frames:
-            raise WireError("a message of far too many frames")
+            raise WireError("a message with too many frames")
         reply = messages.decode_reply(frames[0].buffer)
         if isinstance(reply, Register):
             self.joining.register(peer, reply)
@@ -242,24 +244,24 @@ class Calls:
             if joined is not None:
                 events.append(Joined(joined))
         elif worker is None:
-            raise WireError(f"{type(reply).__name__} from somebody who has not joined")
+            raise WireError(f"{type(reply).__name__} from a peer that has not joined")
         else:
-            self._settle(worker, reply, [frame.buffer for frame in frames[1:]], events)
+            self._match(worker, reply, [frame.buffer for frame in frames[1:]], events)
 
-    def _settle_mailbox(self, worker: Worker, reply: Reply | WireError, events: list[Event]) -> None:
+    def _match_mailbox(self, worker: Worker, reply: Reply | WireError, events: list[Event]) -> None:
         """Take what lies in a mailbox. Nobody but its worker can have written that."""
         try:
             if isinstance(reply, WireError):
                 raise reply
-            self._settle(worker, reply, (), events)
+            self._match(worker, reply, (), events)
         except WireError as error:
             events.append(Gone(worker, f"it put something malformed into its mailbox: {error}."))
 
-    def _settle(self, worker: Worker, reply: Reply, frames: Sequence[memoryview], events: list[Event]) -> None:
+    def _match(self, worker: Worker, reply: Reply, frames: Sequence[memoryview], events: list[Event]) -> None:
         """Match an answer with what is owed, and put its arrays into their places."""
         owed = self._find_owed(worker, reply)
         is_bare = worker.mailbox is not None or (isinstance(reply, Failed) and not frames)
-        fill(() if is_bare else owed.landing(reply, owed.num_parts), frames)
+        fill(() if is_bare else owed.destination(reply, owed.num_parts), frames)
         worker.progress_at = time.monotonic()
         if isinstance(reply, Progress):
             return
@@ -287,7 +289,7 @@ class Calls:
     def _hear_last_words(self, worker: Worker, events: list[Event]) -> None:
         """Take what a worker has left behind before it is given up."""
         for _, reply in self.mailboxes.take([worker]):
-            self._settle_mailbox(worker, reply, events)
+            self._match_mailbox(worker, reply, events)
         until = time.monotonic() + _LOOK_S
         while worker.owed and time.monotonic() < until:
             before = len(events)

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from clusterenv.errors import CallTimeout, ConfigError
 from clusterenv.head.failure import failure_of
-from clusterenv.head.infos import ShardInfos, merge_infos
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.worker import Worker
 from clusterenv.wire.buffers import StepBuffers
+from clusterenv.wire.infos import ShardInfos, merge_infos
 from clusterenv.wire.layout import Layout
 
 Received = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
@@ -44,13 +44,13 @@ class ShardBackend(Protocol):
 
     @property
     def deferred(self) -> contextlib.AbstractContextManager[None]:
-        """Puts Ctrl-C off until the end of a block."""
+        """Defers Ctrl-C until the end of a block."""
 
     def settle(self) -> None:
         """Come to rest."""
 
     def advance(self, timeout_s: float, /) -> bool:
-        """Let things happen."""
+        """Process events."""
 
     def raise_fatal(self, workers: Iterable[Worker]) -> None:
         """Raise why one of these is gone for good."""

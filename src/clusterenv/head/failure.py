@@ -26,12 +26,12 @@ _HEAP_TYPE = 1 << 9  # CPython's flag of classes that were made by a class state
 
 
 @contextlib.contextmanager
-def blame(worker: Worker) -> Iterator[None]:
+def naming(worker: Worker) -> Iterator[None]:
     """Say whose answer it is that is malformed."""
     try:
         yield
     except WireError as error:
-        raise WireError(f"The answer of {worker}, is malformed: {error}") from error
+        raise WireError(f"Malformed answer from {worker}: {error}") from error
 
 
 def failure_of(worker: Worker, failed: Failed) -> WorkerFailed:

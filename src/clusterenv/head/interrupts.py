@@ -11,9 +11,9 @@ _SIGINT = int(_signal.SIGINT)
 
 
 class DeferInterrupt:
-    """Puts KeyboardInterrupt off until the end of its block, which must be short.
+    """Defers KeyboardInterrupt until the end of its block, which must be short.
 
-    Python raises it between any two instructions of the main thread: also when a message has been taken from the
+    Python raises it between any two instructions of the main thread: even when a message has been taken from the
     socket and nobody has noted it yet, or when one worker has got its request and the next has not. An answer lost like
     that would be awaited in vain by the next call.
     """

@@ -6,13 +6,13 @@ import enum
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from clusterenv.head.worker import Place, Worker
 from clusterenv.wire import messages
+from clusterenv.wire.compatibility import find_conflict, installed_versions
 from clusterenv.wire.messages import PROTOCOL, Join, Ping, Refused, Register, Registered
 from clusterenv.wire.rate_limited_log import RateLimitedLog
-from clusterenv.wire.versions import find_conflict, installed_versions
 from clusterenv.wire.zeromq import HeadSocket
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _LAPSE_S = 10.0  # Whoever registers joins at once; after this another process may register in its place.
 
 
-class Outcome(enum.Enum):
+class Admission(enum.Enum):
     """What becomes of a wish to register or to join."""
 
     ACCEPTED = enum.auto()
@@ -28,12 +28,10 @@ class Outcome(enum.Enum):
     REFUSED = enum.auto()
 
 
-@dataclass(frozen=True)
-class Decision:
-    """An outcome and, if it is a refusal, the reason, to be told to the worker."""
+# With the reason, to be told to the worker, if it is a refusal.
+Decision: TypeAlias = tuple[Admission, str]
 
-    outcome: Outcome
-    reason: str = ""
+_ACCEPTED: Decision = (Admission.ACCEPTED, "")
 
 
 class Places:
@@ -64,16 +62,16 @@ class Places:
         if place is None:
             return self._no_such_worker(index)
         if self.keys.get(key, index) != index:
-            return _refuse(f"its key is that of worker {self.keys[key]}")
+            return _refuse(f"its key already belongs to worker {self.keys[key]}")
         if place.has_joined:
             if key != place.key and not is_cut_off:
                 return _refuse(f"worker {index} has joined already")
             place.next_key = key
-            return Decision(Outcome.DEFERRED)
+            return Admission.DEFERRED, ""
         if place.key not in (None, key) and now - place.registered_at < _LAPSE_S:
             return _refuse(f"another process has just registered as worker {index}")
         self._grant(index, key, now)
-        return Decision(Outcome.ACCEPTED)
+        return _ACCEPTED
 
     def join(self, index: int, key: str) -> Decision:
         """Decide whether the holder of a key may join; it then has the place until it is given up."""
@@ -85,7 +83,7 @@ class Places:
         if place.key != key:
             return _refuse(f"it has not registered its key as that of worker {index}")
         place.has_joined = True
-        return Decision(Outcome.ACCEPTED)
+        return _ACCEPTED
 
     def give_up(self, index: int, now: float) -> bool:
         """Vacate a place, whatever its state; returns whether a registration that was deferred is accepted by that."""
@@ -98,10 +96,6 @@ class Places:
             return False
         self._grant(index, next_key, now)
         return True
-
-    def is_taken(self, index: int) -> bool:
-        """Tell whether somebody has registered for a place, so that nobody else need be started for it."""
-        return self._workers[index].place.key is not None
 
     def _find(self, index: int) -> Place | None:
         return self._workers[index].place if 0 <= index < len(self._workers) else None
@@ -121,42 +115,35 @@ class Joining:
     """Lets workers in.
 
     Attributes:
-        misfits: Why workers cannot join that were sent away because of what is installed on their side.
+        by_peer: The workers that have joined, by their address.
     """
 
     def __init__(self, socket: HeadSocket, workers: Sequence[Worker]) -> None:
-        self.misfits: dict[int, str] = {}
         self._socket = socket
         self._workers = workers
         self._versions = installed_versions()
         self._places = Places(workers)
-        self._by_peer: dict[bytes, Worker] = {}
+        self.by_peer: dict[bytes, Worker] = {}
         self._refusals = RateLimitedLog(log)
         socket.authorised = self._places.keys
-
-    def find(self, peer: bytes) -> Worker | None:
-        """Return the worker behind an address, if it has joined."""
-        return self._by_peer.get(peer)
-
-    def is_coming(self, worker: Worker) -> bool:
-        """Tell whether somebody has registered for a worker's place, and so is about to join."""
-        return self._places.is_taken(worker.index)
 
     def register(self, peer: bytes, register: Register) -> None:
         """Make a worker's own key known, or tell it why not; or let it wait until its predecessor is given up."""
         index = register.worker_index
+        worker = self._workers[index] if 0 <= index < len(self._workers) else None
         if register.protocol != PROTOCOL:
-            self.misfits[index] = reason = _other_protocol(register.protocol)
+            reason = _other_protocol(register.protocol)
+            if worker is not None:
+                worker.misfit = reason
             self._refuse(peer, f"a registration as worker {index}", reason)
             return
-        worker = self._workers[index] if 0 <= index < len(self._workers) else None
         is_cut_off = worker is not None and self._is_cut_off(worker)
-        decision = self._places.register(index, register.public_key, time.monotonic(), is_cut_off=is_cut_off)
-        if decision.outcome is Outcome.REFUSED:
+        admission, reason = self._places.register(index, register.public_key, time.monotonic(), is_cut_off=is_cut_off)
+        if admission is Admission.REFUSED:
             if worker is not None:
                 worker.has_rival = True
-            self._refuse(peer, f"a registration as worker {index}", decision.reason)
-        elif decision.outcome is Outcome.ACCEPTED:
+            self._refuse(peer, f"a registration as worker {index}", reason)
+        elif admission is Admission.ACCEPTED:
             self._socket.send(peer, [messages.encode(Registered())], waits=False)
         elif worker is not None:
             worker.place.waiting.append(peer)
@@ -168,25 +155,26 @@ class Joining:
         else:
             reason = find_conflict(self._versions, join.versions)
         if reason:
-            self.misfits[join.worker_index] = reason
-        elif (known := self._by_peer.get(peer)) is not None:
+            if 0 <= join.worker_index < len(self._workers):
+                self._workers[join.worker_index].misfit = reason
+        elif (known := self.by_peer.get(peer)) is not None:
             reason = f"it has joined already, as worker {known.index}"
         else:
-            reason = self._places.join(join.worker_index, self._socket.key_of(peer)).reason
+            _, reason = self._places.join(join.worker_index, self._socket.key_of(peer))
         if reason:
             self._refuse(peer, f"a worker (pid {join.pid} on {join.hostname})", reason)
             return None
         worker = self._workers[join.worker_index]
         worker.peer, worker.pid, worker.hostname = peer, join.pid, join.hostname
         worker.incarnation += 1
-        self._by_peer[peer] = worker
+        self.by_peer[peer] = worker
         log.info("%s joined", worker)
         return worker
 
     def strike_off(self, worker: Worker) -> None:
-        """Have done with a worker: what still comes from it is a stranger's. Who waits for its place may have it."""
+        """Drop a worker: what still comes from it is a stranger's. Who waits for its place may have it."""
         if worker.peer is not None:
-            del self._by_peer[worker.peer]
+            del self.by_peer[worker.peer]
         worker.peer = None
         worker.has_rival = False
         *others, last = worker.place.waiting or [b""]
@@ -195,7 +183,7 @@ class Joining:
             self._places.give_up(worker.index, time.monotonic())  # It did not wait so long.
         for peer in others:
             worker.has_rival = True
-            self._refuse(peer, f"a registration as worker {worker.index}", "another process has come after it")
+            self._refuse(peer, f"a registration as worker {worker.index}", "another process has since registered")
 
     def _refuse(self, peer: bytes, whom: str, reason: str) -> None:
         self._refusals.warn("refused %s: %s", whom, reason)
@@ -214,4 +202,4 @@ def _other_protocol(protocol: int) -> str:
 
 
 def _refuse(reason: str) -> Decision:
-    return Decision(Outcome.REFUSED, reason)
+    return Admission.REFUSED, reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from clusterenv.config import Timeouts
-from clusterenv.head.worker import State, Worker
+from clusterenv.head.worker import Worker, WorkerState
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire import messages
 from clusterenv.wire.messages import Ping
@@ -35,7 +35,7 @@ class Liveness:
         self._find_cut_off(now)
         lost = []
         for worker in self._workers:
-            if worker.state is not State.LOST and (reason := self._find_loss(worker, exits, now)):
+            if worker.state is not WorkerState.LOST and (reason := self._find_loss(worker, exits, now)):
                 lost.append((worker, reason))
         return lost
 

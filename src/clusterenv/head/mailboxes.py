@@ -1,4 +1,4 @@
-"""Mailboxes: calls to the workers that share the head's memory, and the bell that tells of their answers."""
+"""Mailboxes: calls to the workers that share the head's memory, and the bell that signals their answers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Mailboxes:
             self._the_bell().silence()
 
     def expect(self, num_answers: int) -> None:
-        """Await so many more answers, to requests that are posted next."""
+        """Await this many more answers, to requests that are posted next."""
         if num_answers:
             self.num_awaited += num_answers
             self._the_bell().expect(num_answers)

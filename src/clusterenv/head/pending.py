@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from numpy.typing import NDArray
+
 from clusterenv.errors import WireError
-from clusterenv.head.calls import Calls, Landing, no_landing
+from clusterenv.head.calls import Calls, Destination, no_arrays
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.worker import Worker
 from clusterenv.wire import messages
-from clusterenv.wire.messages import Failed, Part, Reply, Request
+from clusterenv.wire.messages import Failed, Part, Reply, Request, Stepped
 
 Make: TypeAlias = Callable[[int, Worker, int], Request]
 Arrays: TypeAlias = Callable[[Worker], Sequence[Any]]
-Place: TypeAlias = Callable[[Worker, int], Landing]
+Replies: TypeAlias = Sequence[tuple[Worker, Reply]]
+
+
+def step_destination(worker: Worker, buffer: int) -> Destination:
+    """Return where the results of a step or reset go: into a worker's rows of this one of the two step buffers."""
+
+    def destination(reply: Reply, _num_parts: int) -> Sequence[NDArray[Any]]:
+        return worker.buffers[buffer].results if isinstance(reply, Stepped | Failed) else ()
+
+    return destination
 
 
 class PendingCall:
@@ -25,62 +35,61 @@ class PendingCall:
 
     Attributes:
         waiting: Who has not answered, and which of the two step buffers its answer fills.
-        read: Makes of the answers what the caller wants.
+        read: Turns the answers, in the order of the environments, into what the caller wants.
         replies: What the others have said.
         failed: Those in whose environments or policy something was raised.
-        started_at: When it began.
     """
 
     def __init__(
         self,
         calls: Calls,
-        workers: Sequence[Worker],
         make: Make,
         *,
         arrays: Arrays = lambda worker: (),
-        place: Place = lambda worker, buffer: no_landing,
+        destination: Callable[[Worker, int], Destination] = lambda worker, buffer: no_arrays,
         fills: bool = False,
+        is_same: bool = False,
         asks_again: bool = True,
         asks_newcomers: bool = False,
-        read: Callable[[PendingCall], Outcome] = lambda pending: Outcome({}, [], [], []),
+        read: Callable[[Replies], Outcome] = lambda replies: Outcome({}, [], [], []),
     ) -> None:
         """Prepare a call; `start` sends it.
 
         Args:
             calls: Send it.
-            workers: To whom.
             make: Makes the request from the call's number, the worker and the step buffer.
             arrays: What a worker that shares no memory gets with it.
-            place: Where the arrays go that come with the answer.
+            destination: Where the arrays go that come with a worker's answer, given the step buffer.
             fills: Whether the answer fills the worker's other step buffer, rather than the one it shows.
+            is_same: Whether the request is the same for all, and need be encoded only once.
             asks_again: Whether to ask one that has taken the place of a lost worker, too.
             asks_newcomers: Whether to ask everybody who becomes ready meanwhile, also in the place of one that has
                 answered: else it would lack what the others have got.
-            read: Makes of the answers what the caller wants.
+            read: Turns the answers, in the order of the environments, into what the caller wants.
         """
-        self.waiting = {worker: 1 - worker.shown if fills else worker.shown for worker in workers}
+        self.waiting: dict[Worker, int] = {}
         self.read = read
         self.replies: dict[Worker, Reply] = {}
         self.failed: list[tuple[Worker, Failed]] = []
-        self.started_at = time.monotonic()
         self._calls = calls
         self._make = make
         self._arrays = arrays
-        self._place = place
+        self._destination = destination
+        self._fills = fills
+        self._is_same = is_same
         self._asks_again = asks_again
         self._asks_newcomers = asks_newcomers
 
-    def start(self, *, is_same: bool = False) -> None:
+    def start(self, workers: Sequence[Worker]) -> None:
         """Ask those that are ready; the others are asked when they are.
 
         All requests are made before the first is sent, so that one that cannot be made leaves nothing half begun.
-
-        Args:
-            is_same: Whether the request is the same for all, and need be encoded only once.
         """
+        fills = self._fills
+        self.waiting = {worker: 1 - worker.shown if fills else worker.shown for worker in workers}
         present = [worker for worker in self.waiting if worker.is_ready]
         call = self._calls.next_number()
-        if is_same:
+        if self._is_same:
             frames = [self._encode(call, present[0])] * len(present) if present else []
         else:
             frames = [self._encode(call, worker) for worker in present]
@@ -129,5 +138,5 @@ class PendingCall:
 
     def _send(self, worker: Worker, frame: bytes, call: int) -> None:
         arrays = () if worker.mailbox is not None else self._arrays(worker)
-        landing = self._place(worker, self.waiting[worker])
-        self._calls.send(worker, frame, call, self.accept, landing=landing, arrays=arrays, by_mailbox=True)
+        destination = self._destination(worker, self.waiting[worker])
+        self._calls.send(worker, frame, call, self.accept, destination=destination, arrays=arrays, by_mailbox=True)

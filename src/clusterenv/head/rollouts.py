@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from clusterenv.errors import WireError
-from clusterenv.head.failure import blame
+from clusterenv.head.failure import naming
 from clusterenv.head.infos import checked_errors
 from clusterenv.head.outcome import Collection
 from clusterenv.head.stats import Stats
@@ -123,7 +123,7 @@ class Rollouts:
             return self._backend.decide(self.versions.newest, pulls, arguments)
 
     def note_step(self, num_envs: int, errors: Sequence[tuple[int, str]]) -> None:
-        """Count a step, by whomever its actions were chosen.
+        """Count a step, whoever chose its actions.
 
         Args:
             num_envs: How many environments were stepped.
@@ -149,7 +149,7 @@ class Rollouts:
             collection = self._backend.collect(num_steps, self.versions.number, self.versions.newest, pulls, arguments)
             seconds = time.perf_counter() - started
         for worker, summary in zip(self._backend.workers, collection.summaries, strict=True):
-            with blame(worker):
+            with naming(worker):
                 columns = collection.buffers.columns(worker.start, worker.stop)
                 check_summary(summary, columns, self.layouts[1], self.mode)
         self.versions.remember(collection.buffers)

@@ -23,7 +23,7 @@ from clusterenv.head.worker import AskedRollout, Slot, Worker
 from clusterenv.policy.policy import Policy
 from clusterenv.rollout import Rollout
 from clusterenv.wire import values as codec
-from clusterenv.wire.arrays import allocate, carver, size_of
+from clusterenv.wire.arrays import allocate, shared_allocator, size_of
 from clusterenv.wire.buffers import RolloutBuffers
 from clusterenv.wire.messages import Collect, Collected, Failed, Load, Measure, Measured, Part, Reply
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _WAIT_S = 0.1
 _CATCH_UP_S = 0.25  # How long at most to read what came while the learner learned, before it gets its rollout.
-_MAX_LOADS = 8  # Weights that wait for a worker which is hung up or cut off are memory; it will need the last only.
+_MAX_LOADS = 8  # Weights that wait for a worker which is hung or cut off are memory; it will need the last only.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +247,7 @@ class Stream:
                 Collect(call, asked.number, self._num_steps, None, pickled, offer, is_own=True),
                 call,
                 partial(self._accept, asked),
-                landing=self._remote.land_rollout(worker, slot.buffers),
+                destination=self._remote.rollout_destination(worker, slot.buffers),
             )
 
     def _make_slot(self, worker: Worker) -> Slot:
@@ -255,8 +255,8 @@ class Stream:
         assert layout is not None, "a policy was adopted"
         if worker.mailbox is None:
             return Slot(None, layout.make(self._num_steps, worker.num_envs, allocate))
-        memory = self._remote.share(size_of(lambda make: layout.make(self._num_steps, worker.num_envs, make)))
-        return Slot(memory, layout.make(self._num_steps, worker.num_envs, carver(memory.memory)))
+        memory = self._remote.memories.share(size_of(lambda make: layout.make(self._num_steps, worker.num_envs, make)))
+        return Slot(memory, layout.make(self._num_steps, worker.num_envs, shared_allocator(memory.memory)))
 
     def _send_weights(self, worker: Worker) -> None:
         """Send a worker the newest weights, which are encoded once for all."""

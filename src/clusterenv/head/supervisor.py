@@ -4,7 +4,7 @@
         ^                    |                             |
         '---- restart ---- LOST <---------- lost ----------'
 
-A worker that the run began without is LATE until it has joined. The same for calls of all workers and for streams.
+A worker that the run began without is LATE until it has joined. The same for calls to all workers and for streams.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from clusterenv.config import Faults, Timeouts
-from clusterenv.errors import LaunchError, WorkerLost
-from clusterenv.head.worker import Stage, State, Worker
+from clusterenv.errors import ClusterEnvError, LaunchError, WorkerLost
+from clusterenv.head.worker import Stage, Worker, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class GiveUp(NamedTuple):
     reason: str
 
 
-Decision: TypeAlias = Restart | Prepare | GiveUp
+Action: TypeAlias = Restart | Prepare | GiveUp
 
 
 class Supervisor:
@@ -74,12 +74,12 @@ class Supervisor:
 
     Attributes:
         losses: All there were, in order.
-        last_stage: How far workers are prepared: the run's spaces are not known before the first has been assigned.
+        is_open: Whether the run's spaces are known: before that, workers are only assigned their environments.
     """
 
     def __init__(self, workers: Sequence[Worker], faults: Faults, timeouts: Timeouts) -> None:
         self.losses: list[Loss] = []
-        self.last_stage = Stage.ASSIGN
+        self.is_open = False
         self._faults = faults
         self._timeouts = timeouts
         self._entropy: int | None = None
@@ -93,14 +93,14 @@ class Supervisor:
 
     def begin_without(self, worker: Worker) -> None:
         """Do not wait for a worker that has not joined yet; one that was lost is started again all the same."""
-        if worker.state is State.STARTING and worker.lost_at is None:
-            worker.state = State.LATE
+        if worker.state is WorkerState.STARTING and worker.lost_at is None:
+            worker.state = WorkerState.LATE
 
     def joined(self, worker: Worker, now: float) -> None:
         """Note that a worker has come."""
         if not worker.has_served:
             worker.seeds = self._fresh_seeds(worker)
-        worker.state, worker.stage, worker.stage_at, worker.is_asked = State.PREPARING, Stage.ASSIGN, now, False
+        worker.state, worker.stage, worker.stage_at, worker.is_asked = WorkerState.PREPARING, Stage.ASSIGN, now, False
 
     def prepared(self, worker: Worker, now: float) -> None:
         """Note that a worker has what its stage was about."""
@@ -108,7 +108,7 @@ class Supervisor:
         if worker.stage < Stage.ADOPT:
             worker.stage = Stage(worker.stage + 1)
             return
-        worker.state = State.READY
+        worker.state = WorkerState.READY
         del self._incomplete[worker]
         worker.num_answers = 0
         if worker.lost_at is not None:
@@ -123,21 +123,21 @@ class Supervisor:
                 )
             )
             log.warning("%s, has taken over after %.1f s", worker, recovery_s)
-        elif worker.has_served or self.last_stage is Stage.ADOPT:
+        elif worker.has_served or self.is_open:
             log.info("%s, takes part from now on", worker)
         worker.lost_at, worker.has_served = None, True
 
     def lost(self, worker: Worker, reason: str, now: float) -> None:
         """Note that a worker is lost, and decide what follows."""
-        was_prepared = worker.state is State.READY
-        is_first = not worker.has_served and worker.state is not State.LATE and worker.lost_at is None
-        worker.state = State.LOST
+        was_prepared = worker.state is WorkerState.READY
+        is_first = not worker.has_served and worker.state is not WorkerState.LATE and worker.lost_at is None
+        worker.state = WorkerState.LOST
         self._incomplete[worker] = None
         worker.num_losses += 1
         if worker.lost_at is None:
             worker.lost_at, worker.loss = now, reason
         worker.in_a_row = 1 if was_prepared and worker.num_answers > _USEFUL_ANSWERS else worker.in_a_row + 1
-        if is_first and self.last_stage is not Stage.ADOPT:
+        if is_first and not self.is_open:
             ended = LaunchError(f"Worker {worker.index} {reason.removeprefix('it ')}")
             worker.fatal = lost_error(worker, reason) if worker.incarnation else ended
         elif self._faults.on_loss == "raise":
@@ -145,32 +145,39 @@ class Supervisor:
         elif worker.in_a_row > _MAX_IN_A_ROW:
             worker.fatal = lost_error(worker, f"{_MAX_IN_A_ROW} replacements in a row were lost, too. {reason}")
         elif self._faults.max_restarts is not None and self._num_restarts >= self._faults.max_restarts:
-            worker.fatal = lost_error(worker, f"Faults(max_restarts={self._faults.max_restarts}) are used up. {reason}")
+            worker.fatal = lost_error(
+                worker,
+                f"The restarts that Faults(max_restarts={self._faults.max_restarts}) allows are used up. {reason}",
+            )
         else:
             log.warning("%s, was lost and will be replaced: %s", worker, reason)
             worker.seeds = self._fresh_seeds(worker)
             worker.restart_at = now + _BACK_OFF_S * (worker.in_a_row - 1)
 
-    def advance(self, now: float) -> list[Decision]:
+    def failed(self, worker: Worker, failure: ClusterEnvError) -> None:
+        """Note that a worker could not be prepared, for the first time: another one would fail in the same way."""
+        worker.state, worker.fatal = WorkerState.LOST, failure
+
+    def advance(self, now: float) -> list[Action]:
         """Return what is to be done now."""
-        decisions: list[Decision] = []
+        actions: list[Action] = []
         for worker in self._incomplete:
-            if worker.state is State.LOST:
+            if worker.state is WorkerState.LOST:
                 if worker.fatal is None and now >= worker.restart_at:
-                    worker.state, worker.stage_at = State.STARTING, now
+                    worker.state, worker.stage_at = WorkerState.STARTING, now
                     self._num_restarts += 1
-                    decisions.append(Restart(worker))
-            elif worker.state is State.STARTING:
+                    actions.append(Restart(worker))
+            elif worker.state is WorkerState.STARTING:
                 if worker.lost_at is not None and now - worker.stage_at > self._timeouts.join_s:
                     reason = f"its replacement did not join within {self._timeouts.join_s:g} s"
-                    decisions.append(GiveUp(worker, reason))
-            elif worker.state is State.PREPARING:
-                if not worker.is_asked and worker.stage <= self.last_stage:
+                    actions.append(GiveUp(worker, reason))
+            elif worker.state is WorkerState.PREPARING:
+                if not worker.is_asked and (self.is_open or worker.stage is Stage.ASSIGN):
                     worker.is_asked, worker.stage_at = True, now
-                    decisions.append(Prepare(worker, worker.stage))
+                    actions.append(Prepare(worker, worker.stage))
                 elif worker.is_asked and now - max(worker.stage_at, worker.progress_at) > self._limit_of(worker.stage):
-                    decisions.append(GiveUp(worker, _slow(worker.stage, self._limit_of(worker.stage))))
-        return decisions
+                    actions.append(GiveUp(worker, _slow(worker.stage, self._limit_of(worker.stage))))
+        return actions
 
     def _limit_of(self, stage: Stage) -> float:
         return self._timeouts.join_s if stage is Stage.ASSIGN else self._timeouts.call_s
@@ -195,5 +202,5 @@ def lost_error(worker: Worker, reason: str) -> WorkerLost:
 
 def _slow(stage: Stage, limit_s: float) -> str:
     if stage is Stage.ASSIGN:
-        return f"it has not made its environments within {limit_s:g} s: Timeouts(join_s=...) gives it longer"
+        return f"it did not make its environments within {limit_s:g} s: Timeouts(join_s=...) gives it longer"
     return f"it was not ready within {limit_s:g} s: Timeouts(call_s=...) gives it longer"

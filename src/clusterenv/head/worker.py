@@ -1,12 +1,8 @@
-"""Worker: all that the head knows of one worker."""
+"""Worker: everything the head knows about one worker."""
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import os
-import select
-import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +15,10 @@ from clusterenv.policy.sketch import Probes
 from clusterenv.policy.sync import Tracker
 from clusterenv.wire.buffers import RolloutBuffers, StepBuffers
 from clusterenv.wire.messages import Reply
-from clusterenv.wire.shared import HeadMailbox, SharedMemory
+from clusterenv.wire.shared import HeadMailbox, SharedMemory, WorkerProcess
 
 
-class State(enum.Enum):
+class WorkerState(enum.Enum):
     """Where a worker is on its way; the value is what a user sees."""
 
     LATE = "late"  # The run began without it, and it is still to come for the first time.
@@ -47,7 +43,7 @@ class Owed:
 
     Attributes:
         accept: Takes the answer; may raise WireError.
-        landing: Says into which arrays the frames that come with it belong, when so many steps have come in parts.
+        destination: Says into which arrays the frames that come with it belong, after this many steps in parts.
         by_mailbox: Whether it comes by the mailbox.
         since: When it was asked for.
         cancels: Whether nothing that was asked for before is owed any more once it has come.
@@ -56,7 +52,7 @@ class Owed:
 
     call: int
     accept: Callable[[Worker, Reply], None]
-    landing: Callable[[Reply, int], Sequence[NDArray[Any]]]
+    destination: Callable[[Reply, int], Sequence[NDArray[Any]]]
     by_mailbox: bool
     since: float
     cancels: bool = False
@@ -154,6 +150,7 @@ class Worker:
         progress: What its mailbox counted when it was last looked at; `progress_at` is when that changed.
         place: Whose key opens it.
         has_rival: Whether another one came for its place and was sent away: what ends may be either of them.
+        misfit: Why one that came for its place was sent away, if that was for what is installed there.
         cut_at: When its connection ended.
 
         stage: What it is being given while it is prepared; `stage_at` is since when, `is_asked` whether it was sent.
@@ -165,7 +162,7 @@ class Worker:
         num_answers: Since it became ready; a rollout counts for many, a plain step not at all.
         num_plain_steps: How many of these there had been when it became ready.
         seeds: What the environments of one that takes over are reset with.
-        fatal: Why nobody will be started in this place any more.
+        fatal: Why this worker will not be restarted.
     """
 
     index: int
@@ -175,20 +172,21 @@ class Worker:
     shown: int = 0
     objects: list[list[Any]] | None = None
 
-    state: State = State.STARTING
+    state: WorkerState = WorkerState.STARTING
     incarnation: int = 0
     peer: bytes | None = None
     pid: int | None = None
     hostname: str = ""
     mailbox: HeadMailbox | None = None
     mailbox_memory: SharedMemory | None = None
-    process: Process | None = None
+    process: WorkerProcess | None = None
     may_linger: bool = False
     owed: deque[Owed] = field(default_factory=deque)
     progress: int = 0
     progress_at: float = 0.0
     place: Place = field(default_factory=Place)
     has_rival: bool = False
+    misfit: str = ""
     cut_at: float | None = None
 
     stage: Stage = Stage.ASSIGN
@@ -222,7 +220,7 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         """Whether it takes part."""
-        return self.state is State.READY
+        return self.state is WorkerState.READY
 
     @property
     def buffers(self) -> tuple[StepBuffers, StepBuffers]:
@@ -235,43 +233,3 @@ class Worker:
         where = "" if self.pid is None else f" (pid {self.pid} on {self.hostname})"
         envs = f"environment {self.start}" if self.num_envs == 1 else f"environments {self.start} to {self.stop - 1}"
         return f"worker {self.index}{where}, {envs}"
-
-
-class Process:
-    """A process on this machine that maps the run's memory, and so is one of the run's workers."""
-
-    def __init__(self, pid: int, memory: SharedMemory) -> None:
-        """Take a handle of it.
-
-        Raises:
-            OSError: There is no such process, or it does not map the memory: whoever said so was wrong.
-        """
-        self._handle: int | None = os.pidfd_open(pid)
-        try:
-            with open(f"/proc/{pid}/maps") as maps:
-                if not any(f" {memory.inode} " in line and "/memfd:" in line for line in maps):
-                    raise OSError(f"process {pid} does not map this run's memory")
-        except OSError:
-            self.forget()
-            raise
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it can no longer touch anything."""
-        if self._handle is None:
-            return True
-        poll = select.poll()
-        poll.register(self._handle, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def kill(self) -> None:
-        """End it: it may be stopped, and go on later where it was."""
-        if self._handle is not None and not self.has_ended:
-            with contextlib.suppress(ProcessLookupError):  # It has ended since.
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-
-    def forget(self) -> None:
-        """Give the handle back."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None

@@ -20,10 +20,6 @@ class Fleet(Protocol):
     process, a scheduler or a network: what takes time goes on in the background, and each call takes the next step.
     """
 
-    @property
-    def ends_predecessors(self) -> bool:
-        """Whether a worker that `restart` starts begins only once its predecessor is known to be dead (reaped)."""
-
     def exits(self) -> dict[int, str]:
         """Return how each worker that has ended, ended: its index and e.g. "killed by SIGKILL".
 
@@ -51,25 +47,28 @@ class Fleet(Protocol):
 
 
 class Launcher(Protocol):
-    """A recipe for starting workers somewhere."""
+    """A recipe for starting workers somewhere. Whoever inherits from it starts them at once, on this very machine."""
 
     @property
     def suggested_workers(self) -> int | None:
         """How many workers to start if `ClusterEnv(num_workers=None)`; None: one per core of this machine."""
+        return None
 
     @property
     def route_to(self) -> str | None:
         """A host the workers run on, so that the head listens where they can reach it; None for this very machine."""
+        return None
 
     @property
     def queues(self) -> bool:
         """Whether workers may have to wait for their turn, so that mistakes should be found before they are queued."""
+        return False
 
     def launch(self, ticket: Ticket, num_workers: int) -> Fleet:
         """Start the workers; they join the head when they are up.
 
         Raises:
-            ConfigError: The recipe has no place for so many.
+            ConfigError: The recipe has no place for this many.
             LaunchError: They cannot be started.
         """
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterenv.errors import ConfigError, LaunchError
-from clusterenv.launchers.base import ELSEWHERE
+from clusterenv.launchers.base import ELSEWHERE, Launcher
 from clusterenv.launchers.processes import uninterrupted
 from clusterenv.wire.ticket import WORKER_VARIABLE, Ticket
 
@@ -33,7 +33,7 @@ _INDEX_VARIABLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByHandLauncher:
+class ByHandLauncher(Launcher):
     """Writes the ticket to a file that only you can read, says how to start workers with it, and lets the head wait.
 
     The file may be copied to other machines. It is removed when the run ends; by then it opens nothing any more.
@@ -46,16 +46,6 @@ class ByHandLauncher:
 
     ticket_file: str | Path | None = None
     route_to: str | None = ELSEWHERE
-
-    @property
-    def suggested_workers(self) -> None:
-        """One per core of this machine: nobody knows where they will run."""
-        return None
-
-    @property
-    def queues(self) -> bool:
-        """No: whoever starts them sees at once."""
-        return False
 
     def launch(self, ticket: Ticket, num_workers: int) -> ByHandFleet:
         """Write the ticket, say how to use it, and return at once.
@@ -73,8 +63,6 @@ class ByHandLauncher:
 
 class ByHandFleet:
     """Workers of which only the ticket file is ours."""
-
-    ends_predecessors = False
 
     def __init__(self, ticket: Ticket, num_workers: int, ticket_file: str | Path | None) -> None:
         self._directory: Path | None = None
@@ -102,7 +90,6 @@ class ByHandFleet:
         return {}
 
     def status(self) -> str:
-        """Say what is waited for."""
         return f"waiting for workers to be started by hand with {self._name}"
 
     def log_tail(self, worker_index: int) -> str:

@@ -12,16 +12,17 @@ import msgspec
 
 from clusterenv.config import thread_variables, usable_cores
 from clusterenv.errors import ConfigError
+from clusterenv.launchers.base import Launcher
 from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Starts workers as child processes of this one.
 
     Attributes:
-        cpus: For each worker: how many threads BLAS, OpenMP and torch use in it. By default the cores are shared out
+        cpus: For each worker: how many threads BLAS, OpenMP and torch use in it. By default the cores are divided
             evenly; too many threads are the commonest reason for slow workers. Variables you have set yourself
             (OMP_NUM_THREADS and its like) are left alone.
         log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. By default
@@ -34,21 +35,6 @@ class LocalLauncher:
     def __post_init__(self) -> None:
         if self.cpus is not None and (not isinstance(self.cpus, int) or self.cpus < 1):
             raise ConfigError(f"LocalLauncher.cpus must be an int of at least 1, or None, got {self.cpus!r}.")
-
-    @property
-    def suggested_workers(self) -> None:
-        """One per core of this machine."""
-        return None
-
-    @property
-    def queues(self) -> bool:
-        """No: they start at once."""
-        return False
-
-    @property
-    def route_to(self) -> None:
-        """This machine."""
-        return None
 
     def launch(self, ticket: Ticket, num_workers: int) -> ProcessFleet:
         """Start the workers and return at once."""

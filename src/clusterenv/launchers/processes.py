@@ -22,7 +22,7 @@ _QUIT_S = 3.0  # A worker's guardian ends it in milliseconds, and within 2 s als
 _KILL_S = 5.0  # Only a process that the kernel cannot let go of takes longer.
 _TAIL_BYTES = 4096
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 StartProcess = Callable[[int, BinaryIO], "subprocess.Popen[bytes]"]
 
 
@@ -32,8 +32,6 @@ class ProcessFleet:
     SIGTERM asks a worker to leave in order. SIGQUIT makes its guardian end it at once, with all it has started. SIGKILL
     is for a guardian that is stopped or hangs: its worker is told by the kernel.
     """
-
-    ends_predecessors = True
 
     def __init__(self, start: StartProcess, num_workers: int, log_dir: str | os.PathLike[str] | None = None) -> None:
         """Start the workers.
@@ -65,7 +63,6 @@ class ProcessFleet:
             raise
 
     def exits(self) -> dict[int, str]:
-        """Return how each worker that has ended, ended."""
         self._advance()
         statuses = {index: process.poll() for index, process in enumerate(self._processes)}
         ended = {
@@ -81,7 +78,6 @@ class ProcessFleet:
         return f"ending what is left of worker {', '.join(map(str, self._kill_at))}" if self._kill_at else ""
 
     def log_tail(self, worker_index: int) -> str:
-        """Return the last lines a worker wrote."""
         return self._logs[worker_index].tail()
 
     def restart(self, worker_index: int) -> None:
@@ -191,7 +187,7 @@ def make_run_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C and SIGTERM off while something is started and noted; else nobody might know what to end."""
+    """Defer Ctrl-C and SIGTERM while something is started and noted; else nobody might know what to end."""
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
     came: list[tuple[int, FrameType | None]] = []
@@ -223,7 +219,7 @@ def describe_exit(status: int) -> str:
     return f"exit status {status}" if status >= 0 else f"killed by signal {number}"
 
 
-def _take_free_name(directory: Path, name: str, suffix: str, make: Callable[[Path], Made]) -> Made:
+def _take_free_name(directory: Path, name: str, suffix: str, make: Callable[[Path], T]) -> T:
     """Make something of this name, or with the next number behind it, that was not there before."""
     for number in itertools.count(1):
         with contextlib.suppress(FileExistsError):

@@ -169,7 +169,7 @@ class SlurmLauncher:
         """Submit the job, or start the step.
 
         Raises:
-            ConfigError: There is no room for so many.
+            ConfigError: There is no room for this many.
             LaunchError: Slurm refuses, in its own words, or is not there.
         """
         self._check(num_workers)

@@ -13,7 +13,7 @@ from pathlib import Path
 from clusterenv.errors import LaunchError
 from clusterenv.launchers.command import Command
 from clusterenv.launchers.processes import describe_exit, uninterrupted
-from clusterenv.launchers.slurm_job import Holder, Job, Step, job_environment
+from clusterenv.launchers.slurm_job import Holder, Job, SlurmStep, job_environment
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,6 @@ class SlurmCommands:
 class SlurmFleet:
     """Workers in a job of their own, or in a step of the job the head is in."""
 
-    ends_predecessors = False  # A node that is cut off cannot be asked.
-
     def __init__(
         self, commands: SlurmCommands, num_workers: int, job_id: str | None, log_dir: str | Path | None
     ) -> None:
@@ -70,9 +68,9 @@ class SlurmFleet:
         self._log_dir = None if log_dir is None else Path(log_dir).absolute()
         self._remove_at_end: Path | None = None
         self._submission: Command | None = None
-        self._all: Job | Step
-        self._replacements: dict[int, Step] = {}
-        self._endings: list[Step] = []  # Steps that were told to end, or that end others.
+        self._all: Job | SlurmStep
+        self._replacements: dict[int, SlurmStep] = {}
+        self._endings: list[SlurmStep] = []  # Steps that were told to end, or that end others.
         self._wishes: dict[int, float] = {}  # Workers to be started again, and since when.
         self._failures: dict[int, str] = {}
         self._awaited: set[int] = set()  # Those to come back with the job's next run; they are not missed meanwhile.
@@ -82,7 +80,7 @@ class SlurmFleet:
         try:
             if job_id is not None:
                 with uninterrupted():
-                    self._all = Step(commands.step, commands.environment, self._log_dir, job_id)
+                    self._all = SlurmStep(commands.step, commands.environment, self._log_dir, job_id)
             else:
                 with uninterrupted():
                     self._make_log_dir()
@@ -95,13 +93,11 @@ class SlurmFleet:
             raise
 
     def exits(self) -> dict[int, str]:
-        """Return how each worker that has ended, ended."""
         self._look()
         found = {worker_index: self._end_of(worker_index) for worker_index in range(self._num_workers)}
         return {worker_index: how for worker_index, how in found.items() if how}
 
     def status(self) -> str:
-        """Say what the job waits for, or where it runs."""
         self._look()
         return str(self._all) if self._submission is None else "another job is being submitted"
 
@@ -219,7 +215,7 @@ class SlurmFleet:
             self._retire(worker_index)
             command = self._commands.one(self._all.id, node, worker_index)
             with uninterrupted():
-                step = Step(command, self._commands.environment, self._log_dir, self._all.id)
+                step = SlurmStep(command, self._commands.environment, self._log_dir, self._all.id)
                 self._replacements[worker_index] = step
                 del self._wishes[worker_index]
         except LaunchError as error:
@@ -241,7 +237,7 @@ class SlurmFleet:
         end = ["bash", "-c", _END.format(group=place.process_group)]
         command = [*self._commands.alone(self._all.id, place.node), *end]
         with uninterrupted():
-            self._endings.append(Step(command, job_environment({}), None, self._all.id))
+            self._endings.append(SlurmStep(command, job_environment({}), None, self._all.id))
         return None
 
     def _retire(self, worker_index: int) -> None:

@@ -123,7 +123,7 @@ class Holder:
         raise NotImplementedError
 
     @property
-    def places(self) -> dict[int, Place]:
+    def places(self) -> dict[int, NodeOfWorker]:
         """Where the workers of its latest run are, as far as known."""
         return self.log.places
 
@@ -184,7 +184,7 @@ class Job(Holder):
         return ""
 
     @property
-    def places(self) -> dict[int, Place]:
+    def places(self) -> dict[int, NodeOfWorker]:
         """Where the workers of its latest run are."""
         return self.log.places if self._has_own_log else {}
 
@@ -318,7 +318,7 @@ class Job(Holder):
         self._nodes = set(expand_hosts(state.nodes))
 
 
-class Step(Holder):
+class SlurmStep(Holder):
     """One `srun` inside a job, a child process of the head: what its workers print comes here, whatever files they see.
 
     It ends with its job, and is never requeued; nodes that fail srun notices itself.
@@ -382,7 +382,7 @@ class Step(Holder):
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeOfWorker:
     """Where a worker runs.
 
     Attributes:
@@ -405,7 +405,7 @@ class StepLog:
 
     def __init__(self, read_from: ReadFrom) -> None:
         self.num_runs = 0
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, NodeOfWorker] = {}
         self.ends: dict[int, int] = {}
         self._read_from = read_from
         self._position = 0
@@ -430,7 +430,7 @@ class StepLog:
         label = _LABEL.match(line)
         text = line if label is None else label[2]
         if start := _START.match(text):
-            self.places[int(start[1])] = Place(start[2], int(start[3]))
+            self.places[int(start[1])] = NodeOfWorker(start[2], int(start[3]))
         elif end := _END.match(text):
             self.ends[int(end[1])] = int(end[2])
         elif _NEW_RUN.match(text):

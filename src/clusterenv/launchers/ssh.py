@@ -19,6 +19,7 @@ from pathlib import Path
 
 from clusterenv.config import split_shards, thread_variables
 from clusterenv.errors import ConfigError, LaunchError
+from clusterenv.launchers.base import Launcher
 from clusterenv.launchers.processes import WorkerLog, describe_exit, make_run_dir, uninterrupted, wait_for
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 
@@ -51,7 +52,7 @@ done
 
 
 @dataclass(frozen=True, kw_only=True)
-class SSHLauncher:
+class SSHLauncher(Launcher):
     """Starts workers on other machines, through the `ssh` program with your own configuration and keys.
 
     There must be a way in without a password (a key, an agent, a shared connection), and a Python with clusterenv on
@@ -61,7 +62,7 @@ class SSHLauncher:
         hosts: Names as you would give them to ssh (`host`, `user@host`, an alias of your ssh configuration), which get
             equally many workers. Or a mapping from names to how many workers each gets at most.
         cpus: For each worker: how many threads BLAS, OpenMP and torch use in it. By default the cores of a host are
-            shared out evenly among its workers. Variables set there already are left alone.
+            divided evenly among its workers. Variables set there already are left alone.
         python: The command for Python there, as you would type it, e.g. `~/venv/bin/python`.
         setup: Lines of shell to run there first, e.g. `module load cuda` or `cd ~/project`. One that fails
             ends the worker.
@@ -114,11 +115,6 @@ class SSHLauncher:
         return sum(self.hosts.values()) if isinstance(self.hosts, Mapping) else len(self.hosts)
 
     @property
-    def queues(self) -> bool:
-        """No: they start at once."""
-        return False
-
-    @property
     def route_to(self) -> str:
         """The first host's address, as the ssh configuration gives it.
 
@@ -141,7 +137,7 @@ class SSHLauncher:
         """Start connecting to the hosts and return at once.
 
         Raises:
-            ConfigError: The hosts may not get so many workers.
+            ConfigError: The hosts may not get this many workers.
             LaunchError: There is no ssh here, or a log cannot be written.
         """
         seats = self._seats(num_workers)
@@ -218,8 +214,6 @@ class SSHLauncher:
 class SSHFleet:
     """One ssh client per worker; its output is the worker's log."""
 
-    ends_predecessors = False  # One behind a broken connection cannot be seen to be dead.
-
     def __init__(
         self,
         seats: Sequence[str],
@@ -257,7 +251,6 @@ class SSHFleet:
             raise
 
     def exits(self) -> dict[int, str]:
-        """Return how each worker that has ended, ended, and on which host."""
         self._advance()
         return {session.worker_index: session.describe() for session in self._sessions if session.has_ended}
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.config import Faults, Network, Timeouts, split_shards, usable_cores
 from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.head.calls import Calls
-from clusterenv.head.remote import Remote, RemotePlan
+from clusterenv.head.remote import Remote
 from clusterenv.head.supervisor import Supervisor
 from clusterenv.head.worker import Worker
+from clusterenv.head.workers import WAIT_S, JoinWatch
 from clusterenv.launchers.base import Fleet, Launcher
 from clusterenv.setup.factories import Factories, local_registry, pickle_code
 from clusterenv.setup.sample import ObservationMode, Sample, make_sample
@@ -28,7 +31,9 @@ def count_workers(num_workers: int | None, num_envs: int, launcher: Launcher) ->
     if not isinstance(num_workers, int) or num_workers < 0:
         raise ConfigError(f"num_workers must be an int of at least 0, got {num_workers!r}.")
     if num_workers > num_envs:
-        raise ConfigError(f"num_workers={num_workers}, but there are only {num_envs} environments to share out.")
+        raise ConfigError(
+            f"num_workers={num_workers}, but there are only {num_envs} environments to divide among them."
+        )
     return num_workers
 
 
@@ -64,7 +69,7 @@ def start_workers(
     Args:
         launcher: Starts them.
         factories: Of the environments.
-        num_workers: Among whom these are shared out.
+        num_workers: Among whom these are divided.
         mode: How they are reset.
         observation_mode: How their observation spaces are batched.
         faults: What happens when workers are lost.
@@ -97,20 +102,22 @@ def start_workers(
             fleet,
             workers,
             Supervisor(workers, faults, timeouts),
-            RemotePlan(
-                code=code.__getitem__,
-                autoreset_mode=mode,
-                shares_memory=network.transport != "zmq" and semaphore.IS_SUPPORTED,
-                timeouts=timeouts,
-            ),
+            timeouts,
+            assignments=code.__getitem__,
+            autoreset_mode=mode,
+            shares_memory=network.transport != "zmq" and semaphore.IS_SUPPORTED,
         )
         at_least = num_workers if faults.min_workers is None or observation_mode == "different" else faults.min_workers
-        remote.gather(at_least)
+        _await_workers(remote, lambda worker: worker.description is not None, at_least)
         descriptions = [(w.num_envs, w.description) for w in workers if w.description is not None]
         sample = make_sample(
             descriptions, observation_mode, factories.num_envs, lambda: describe_here(first, timeouts.join_s)
         )
-        remote.open(sample.run_spaces, at_least)
+        remote.open(sample.run_spaces)
+        _await_workers(remote, lambda worker: worker.is_ready, at_least)
+        for worker in workers:
+            if worker.peer is None:
+                remote.supervisor.begin_without(worker)
         if network.transport == "shm" and any(w.mailbox is None for w in workers if w.is_ready):
             raise LaunchError(
                 "transport='shm', but a worker cannot reach the head's shared memory: it runs on another machine, in "
@@ -125,3 +132,20 @@ def start_workers(
             socket.close()
         raise
     return remote, sample
+
+
+def _await_workers(remote: Remote, has_come: Callable[[Worker], bool], at_least: int) -> None:
+    """Wait until this many workers are that far.
+
+    Raises:
+        LaunchError: A worker ended instead, or they took too long.
+        WorkerFailed: A factory raised.
+    """
+    watch = JoinWatch(remote)
+    while sum(map(has_come, remote.workers)) < at_least:
+        remote.advance(WAIT_S)
+        remote.raise_fatal(remote.workers)
+        for worker in remote.workers:
+            if worker.misfit:
+                raise LaunchError(f"Worker {worker.index} cannot join: {worker.misfit}.")
+        watch.look()

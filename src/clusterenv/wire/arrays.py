@@ -24,7 +24,7 @@ def allocate(lead: tuple[int, ...], leaf: Leaf) -> NDArray[Any]:
     return np.zeros((*lead, *leaf.shape), leaf.dtype)
 
 
-def carver(memory: memoryview) -> ArrayMaker:
+def shared_allocator(memory: memoryview) -> ArrayMaker:
     """Return a maker that lays one array after another over shared memory."""
     offset = 0
 
@@ -38,7 +38,7 @@ def carver(memory: memoryview) -> ArrayMaker:
 
 
 def size_of(make_all: Callable[[ArrayMaker], object]) -> int:
-    """Return how many bytes `carver` would need for the arrays that `make_all` makes."""
+    """Return how many bytes `shared_allocator` would need for the arrays that `make_all` makes."""
     total = 0
 
     def count(lead: tuple[int, ...], leaf: Leaf) -> NDArray[Any]:

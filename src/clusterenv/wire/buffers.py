@@ -104,7 +104,7 @@ class RolloutBuffers:
     Attributes:
         observations: One array per leaf, with one step more than the others: the last is what the next action will see.
         valid: False where no action was taken: in NEXT_STEP mode the step that resets.
-        extras: What the policy returned beside actions, by name.
+        extras: What the policy returned besides actions, by name.
         states: The policy's recurrent state before each step, by name.
     """
 

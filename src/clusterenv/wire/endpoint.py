@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 log = logging.getLogger(__name__)
 
-_REFUSED_S = 2.0  # A door that nobody opens: the head's process has ended.
-_PATIENCE = 6  # No door at all for so many times `silence_s`: the head's machine is off, or the network cut.
+_REFUSED_S = 2.0  # Connections are refused: the head's process has ended.
+_PATIENCE = 6  # No answer at all for this many times `silence_s`: the head's machine is off, or the network cut.
 _CONNECT_S = 2.0
 
 IPC = "ipc://"
@@ -37,11 +37,11 @@ def remove_endpoint(endpoint: str) -> None:
         path.parent.rmdir()
 
 
-class Knocker:
-    """Knocks at one address, without saying a word, and remembers since when nobody has opened."""
+class ReachabilityProbe:
+    """Makes test connections to one address, and remembers since when none has succeeded."""
 
     def __init__(self, endpoint: str, silence_s: float) -> None:
-        """Remember where to knock.
+        """Remember where to connect.
 
         Args:
             endpoint: A ZeroMQ address, `tcp://` or `ipc://`.
@@ -56,8 +56,8 @@ class Knocker:
         """Begin anew: the head was heard of in another way."""
         self._refused_since = self._silent_since = None
 
-    def knock(self, now: float) -> str:
-        """Knock once; returns why there is no hope any more, or nothing while there is."""
+    def try_once(self, now: float) -> str:
+        """Try once; returns why there is no hope any more, or nothing while there is."""
         try:
             self._connect()
         except (ConnectionRefusedError, FileNotFoundError):  # The latter for `ipc://`: the head has tidied up.

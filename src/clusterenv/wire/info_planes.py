@@ -146,7 +146,7 @@ class SlotReader:
         try:
             names = _decoder.decode(bytes(box[_LENGTH.size : _LENGTH.size + size]))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise WireError(f"These are no names of infos: {error}") from error
+            raise WireError(f"Malformed info names: {error}") from error
         if len(names.keys) != len(names.dtypes) or not _DTYPES.keys() >= set(names.dtypes):
             raise WireError(f"Infos {str(names.keys)[:100]} cannot be {str(names.dtypes)[:100]}.")
         self._names[index] = generation, names
@@ -170,7 +170,7 @@ def _makers(slots: NDArray[np.uint64], names: _Names) -> list[tuple[str, Callabl
 
 
 def _bool_maker(column: NDArray[np.bool_]) -> Callable[[], NDArray[np.bool_]]:
-    # A byte other than 0 or 1 is no bool; numpy's behaviour with one is undefined.
+    # A byte other than 0 or 1 is not a bool; numpy's behaviour with one is undefined.
     return lambda: np.not_equal(column.view(np.uint8), 0)
 
 

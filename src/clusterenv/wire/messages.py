@@ -50,8 +50,6 @@ class Assign(_Message, tag=1, frozen=True):
     """Head to worker: make the environments of this shard. Answered by Made."""
 
     call: int
-    start: int
-    stop: int
     code: bytes  # cloudpickle of a `wire.assignment.Assignment`
 
 
@@ -269,7 +267,7 @@ class Failed(_Message, tag=24, frozen=True):
 
 
 class Adopted(_Message, tag=25, frozen=True):
-    """Worker to head: the policy works here, and this is what it returns beside actions."""
+    """Worker to head: the policy works here, and this is what it returns besides actions."""
 
     call: int
     extras: list[ArraySpec]

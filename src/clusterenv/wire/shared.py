@@ -5,7 +5,7 @@ The memory is a memfd: it has no name, so a killed process cannot leave it behin
 nobody touches take no memory, so mailboxes can be generous.
 
     a run's memory:  [ bell | step buffers ]
-    the bell:        two semaphores (open answers, ring)
+    the bell:        two semaphores (tokens, ring)
     a mailbox:       memory of its own, for one incarnation of one worker:
                      [ a semaphore (go) | words | the request | the reply | the names of infos ]
 
@@ -23,12 +23,15 @@ plain request adds which of the two step buffers to fill, and a plain reply the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
 import os
 import platform
 import secrets
+import select
+import signal
 import weakref
 from typing import TYPE_CHECKING
 
@@ -84,6 +87,80 @@ class SharedMemory:
             self._descriptor = None
 
 
+class SharedMemories:
+    """All the memory that a run shares."""
+
+    def __init__(self, deferred: contextlib.AbstractContextManager[None]) -> None:
+        """Keep memory.
+
+        Args:
+            deferred: Defers Ctrl-C: memory that nobody has noted would be left open.
+        """
+        self._memories: list[SharedMemory] = []
+        self._deferred = deferred
+
+    def share(self, size_bytes: int) -> SharedMemory:
+        """Make memory that workers on this machine can open; `close` lets go of it."""
+        with self._deferred:
+            memory = SharedMemory(size_bytes)
+            self._memories.append(memory)
+        return memory
+
+    def unshare(self, memory: SharedMemory | None) -> None:
+        """Let go of memory before the end."""
+        if memory is not None and memory in self._memories:
+            with self._deferred:
+                self._memories.remove(memory)
+                memory.close()
+
+    def close(self) -> None:
+        """Let go of all of it."""
+        with self._deferred:
+            for memory in self._memories:
+                memory.close()
+            self._memories.clear()
+
+
+class WorkerProcess:
+    """A process on this machine that maps the run's memory, and so is one of the run's workers."""
+
+    def __init__(self, pid: int, memory: SharedMemory) -> None:
+        """Take a handle of it.
+
+        Raises:
+            OSError: There is no such process, or it does not map the memory: whoever said so was wrong.
+        """
+        self._handle: int | None = os.pidfd_open(pid)
+        try:
+            with open(f"/proc/{pid}/maps") as maps:
+                if not any(f" {memory.inode} " in line and "/memfd:" in line for line in maps):
+                    raise OSError(f"process {pid} does not map this run's memory")
+        except OSError:
+            self.forget()
+            raise
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it can no longer touch anything."""
+        if self._handle is None:
+            return True
+        poll = select.poll()
+        poll.register(self._handle, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def kill(self) -> None:
+        """End it: it may be stopped, and go on later where it was."""
+        if self._handle is not None and not self.has_ended:
+            with contextlib.suppress(ProcessLookupError):  # It has ended since.
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def forget(self) -> None:
+        """Give the handle back."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
 def open_offer(offer: Offer) -> memoryview | None:
     """Open the head's memory; None if it is not reachable from this process."""
     try:
@@ -128,19 +205,19 @@ class Bell:
     none left is the last, and rings.
 
     Attributes:
-        open: The first semaphore.
+        tokens: The first semaphore.
         ring: The second.
     """
 
     def __init__(self, memory: memoryview, *, initialise: bool) -> None:
-        self.open = Semaphore(memory, initialise=initialise)
+        self.tokens = Semaphore(memory, initialise=initialise)
         self.ring = Semaphore(memory[semaphore.SIZE_BYTES :], initialise=initialise)
-        self._take_token = self.open.acquire
+        self._take_token = self.tokens.acquire
 
     def expect(self, num_answers: int) -> None:
         """Await this many answers."""
         for _ in range(num_answers - 1):
-            self.open.post()
+            self.tokens.post()
 
     def answer(self) -> None:
         """Note one answer."""
@@ -148,12 +225,12 @@ class Bell:
             self.ring.post()
 
     def silence(self) -> None:
-        """Take back all tokens, when somebody who was to answer never will.
+        """Take back all tokens, when a worker that was to answer never will.
 
         An answer that comes after this rings at once. Then the bell has rung too early, and the head, which looks at
         the mailboxes, goes on waiting.
         """
-        while self.open.try_wait():
+        while self.tokens.try_wait():
             pass
 
     def wait(self, timeout_s: float) -> bool:
@@ -190,7 +267,7 @@ class HeadMailbox:
         return True
 
     def announce(self, call: int | None) -> None:
-        """Say that a message was sent over the socket: the request of this call, or one outside any call of all."""
+        """Say that a message was sent over the socket: the request of this call, or one for this worker alone."""
         self.words[_SENT] += 1
         if call is None:
             self.go.post()
@@ -228,20 +305,20 @@ class AllMailboxes:
     """The mailboxes of all workers at once: starts a plain step and looks at its answers. This is the hot path.
 
     Attributes:
-        under_way: Is not empty from the moment the workers are woken, until it is cleared.
+        woken: Is not empty from the moment the workers are woken, until it is cleared.
         wait: Waits for the bell.
     """
 
     def __init__(self, bell: Bell, mailboxes: Sequence[HeadMailbox]) -> None:
         self._words = [mailbox.words for mailbox in mailboxes]
         # As `Bell.expect` does, and then to work.
-        chain = Chain([bell.open] * (len(mailboxes) - 1) + [mailbox.go for mailbox in mailboxes])
-        self.under_way = chain.posted
+        chain = Chain([bell.tokens] * (len(mailboxes) - 1) + [mailbox.go for mailbox in mailboxes])
+        self.woken = chain.posted
         self.wait = bell.ring.wait
         self._wake = chain.post
 
     def start_plain(self, call: int, buffer: int) -> None:
-        """Start a plain step of all workers, into this one of the two step buffers."""
+        """Start a plain step on all workers, into this one of the two step buffers."""
         size = _PLAIN + buffer
         try:
             for words in self._words:
@@ -251,7 +328,7 @@ class AllMailboxes:
                 words[_REQUEST_CALL] = call
             self._wake()
         except BaseException:
-            if not self.under_way:  # Interrupted before anybody was woken: nobody may find it there later.
+            if not self.woken:  # Interrupted before anybody was woken: nobody may find it there later.
                 for words in self._words:
                     words[_REQUEST_CALL] = words[_REPLY_CALL]
             raise

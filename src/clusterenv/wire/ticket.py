@@ -53,6 +53,6 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.msgpack.decode(base64.urlsafe_b64decode(text.encode()), type=Ticket)
         except (msgspec.DecodeError, binascii.Error, ValueError) as error:
             raise ConfigError(
-                f"This is no ticket ({error}). A worker takes its ticket from "
+                f"This is not a ticket ({error}). A worker takes its ticket from "
                 f"${TICKET_VARIABLE}, as a launcher sets it."
             ) from error

@@ -34,11 +34,11 @@ _MAX_FRAMES = 1 << 16  # In a message from a worker: 16 GiB of arrays.
 _FRAMES_AT_ONCE = 4096  # To read before the caller may look at its deadline: a message may have a million empty ones.
 _HEARTBEAT_MS = 1_000
 _HANDSHAKE_MS = 3_000  # Whoever connects and says nothing is sent away after this.
-_WORKER_PATIENCE = 3  # A head that is silent for so many times `silence_s` is gone, or cut off.
+_WORKER_PATIENCE = 3  # A head that is silent for this many times `silence_s` is gone, or cut off.
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _EVENTS_ENDPOINT = "inproc://clusterenv.events"
 _ENOUGH_EVENTS = 1000  # To read in one go: strangers may come faster than they can be counted.
-_ENOUGH_QUESTIONS = 100  # About keys, likewise: whoever waits while the learner learns knocks again and again.
+_ENOUGH_QUESTIONS = 100  # About keys, likewise: whoever waits while the learner learns tries again and again.
 _MANY_PEERS = 10_000
 _UNPOLLED = 16  # Messages to take, where there are many, before looking again whether somebody else wants something.
 
@@ -112,7 +112,7 @@ class HeadSocket:
 
     Attributes:
         ticket: What workers need to find it.
-        authorised: The public keys that are let in beside the ticket's. Their owner changes them at will; connections
+        authorised: The public keys that are let in besides the ticket's. Their owner changes them at will; connections
             that are there already stay.
     """
 
@@ -134,9 +134,9 @@ class HeadSocket:
         self._begun: tuple[bytes, Frames] | None = None  # A message of which more frames are to be read.
         self._is_excessive = False
         self._context = zmq.Context()
-        self._keeper = self._context.socket(zmq.REP)
-        self._keeper.linger = 0
-        self._keeper.bind(_ZAP_ENDPOINT)  # Before any worker can knock: without it ZeroMQ lets everybody in.
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.linger = 0
+        self._zap.bind(_ZAP_ENDPOINT)  # Before any worker can connect: without it ZeroMQ lets everybody in.
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.router_mandatory = True
@@ -165,7 +165,7 @@ class HeadSocket:
             raise
         self._poller = zmq.Poller()
         # In this order: a worker that talks without end must not keep out others, whose keys are asked about.
-        for source in (self._keeper, self._events, self._socket):
+        for source in (self._zap, self._events, self._socket):
             self._poller.register(source, zmq.POLLIN)
         self._refusals = RateLimitedLog(log)
         self.ticket = Ticket(
@@ -214,8 +214,8 @@ class HeadSocket:
         if timeout_s is None:
             return None
         for source, _ in self._poller.poll(int(timeout_s * 1000)):
-            if source is self._keeper:
-                self._answer_keeper()
+            if source is self._zap:
+                self._answer_zap()
             elif source is self._events:
                 self._read_events()
             else:
@@ -231,12 +231,12 @@ class HeadSocket:
         return count
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close, giving what was sent last this long to leave. May be called again, also if it was interrupted."""
+        """Close, giving what was sent last this long to leave. May be called again, even if it was interrupted."""
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._events.close(linger=0)
             self._socket.close(linger=int(linger_s * 1000))
-        self._keeper.close(linger=0)
+        self._zap.close(linger=0)
         if self._local_endpoint is not None:
             remove_endpoint(self._local_endpoint)
         self._context.term()
@@ -301,18 +301,18 @@ class HeadSocket:
             self._events.recv_multipart()
             self._hangups += 1
 
-    def _answer_keeper(self) -> None:
+    def _answer_zap(self) -> None:
         """Let in the ticket's key and those that were registered, and note whose a connection is (RFC 27, ZAP)."""
         for _ in range(_ENOUGH_QUESTIONS):
-            if not self._keeper.poll(0):
+            if not self._zap.poll(0):
                 return
-            version, request_id, _domain, address, _identity, mechanism, *credentials = self._keeper.recv_multipart()
+            version, request_id, _domain, address, _identity, mechanism, *credentials = self._zap.recv_multipart()
             key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else ""
             is_known = key == self.ticket.public_key or key in self.authorised
             if not is_known:
                 self._refusals.warn("refused a connection from %s: it does not hold this run's key", address.decode())
             status, text = (b"200", b"OK") if is_known else (b"400", b"not a worker of this run")
-            self._keeper.send_multipart([version, request_id, status, text, key.encode(), b""])
+            self._zap.send_multipart([version, request_id, status, text, key.encode(), b""])
 
 
 class WorkerSocket:
@@ -376,7 +376,7 @@ class WorkerSocket:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close, giving what was sent last this long to leave."""
-        # In this order: ZeroMQ tells of the last event as soon as somebody listens, and waits for ever if nobody does.
+        # In this order: ZeroMQ tells of the last event as soon as somebody listens, and waits forever if nobody does.
         self.end_events()
         self.events.close(linger=0)
         self._socket.close(linger=int(linger_s * 1000))

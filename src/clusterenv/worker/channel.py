@@ -1,6 +1,6 @@
 """Channel: a worker's way to the head, whichever transports it is made of.
 
-A reply goes the way its request came: a call of all workers by the mailbox, if there is one, and whatever concerns this
+A reply goes the way its request came: a call to all workers by the mailbox, if there is one, and whatever concerns this
 worker alone (its part of a stream, say) over the socket. So there is no mode that head and worker could disagree about.
 """
 
@@ -16,25 +16,7 @@ from numpy.typing import NDArray
 from clusterenv.errors import WireError
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
-from clusterenv.wire.messages import (
-    Adopt,
-    Cancel,
-    Collect,
-    Decide,
-    Join,
-    Load,
-    Measure,
-    Ping,
-    Progress,
-    Refused,
-    Register,
-    Registered,
-    Reply,
-    Request,
-    Step,
-    Stepped,
-    Stop,
-)
+from clusterenv.wire.messages import Reply, Request
 from clusterenv.wire.shared import WorkerMailbox
 from clusterenv.wire.zeromq import WorkerSocket
 
@@ -70,11 +52,6 @@ class Channel:
         self._mailbox = mailbox
         self._num_received = 0
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether head and worker see the same arrays."""
-        return self._mailbox is not None
-
     def receive(self, timeout_s: float) -> Request | None:
         """Return the head's next request, its arrays in place; None if nothing came in time."""
         mailbox = self._mailbox
@@ -86,7 +63,7 @@ class Channel:
             elif (request := self._look(mailbox)) is not None:
                 return request
             if mailbox.is_stopped:
-                return Stop()
+                return messages.Stop()
         self._came_by_mailbox = False
         return self._take_most_urgent()
 
@@ -98,30 +75,30 @@ class Channel:
             self._socket.send([messages.encode(reply), *arrays])
         elif not self._came_by_mailbox:
             self._socket.send([messages.encode(reply)])
-        elif isinstance(reply, Stepped) and reply.is_plain:
+        elif isinstance(reply, messages.Stepped) and reply.is_plain:
             mailbox.post_plain(reply.call, reply.generation)
         else:
-            assert not isinstance(reply, Register | Join), "a worker joins before it shares memory"
+            assert not isinstance(reply, messages.Register | messages.Join), "a worker joins before it shares memory"
             mailbox.post(messages.encode(reply), reply.call, lambda large: self._socket.send([large]))
 
     def tick(self) -> None:
-        """Note that a step or reset of the call under way is finished, so that the head does not take it for hung."""
+        """Note that a step or reset of the call under way is finished, so that the head does not consider it hung."""
         if self._mailbox is not None:
             self._mailbox.tick()
         elif (now := time.monotonic()) - self._told_at > _PROGRESS_S:
             self._told_at = now
-            self._socket.send([messages.encode(Progress(self._call))])
+            self._socket.send([messages.encode(messages.Progress(self._call))])
 
     def _look(self, mailbox: WorkerMailbox) -> Request | None:
         """Take the call that lies in the mailbox, or else all that was sent over the socket."""
         found = mailbox.take()
-        if isinstance(found, Step):
+        if isinstance(found, messages.Step):
             self._came_by_mailbox = True
             if not found.call % _UPKEEP_CALLS:
                 self._skip_pings()
             return found
         if mailbox.is_stopped:
-            return Stop()
+            return messages.Stop()
         while self._num_received < mailbox.num_sent:
             if not self._read_socket(_ON_ITS_WAY_S, all_there_is=False):
                 raise WireError(f"A message that the head has sent did not come within {_ON_ITS_WAY_S:g} s.")
@@ -144,11 +121,11 @@ class Channel:
         while (message := self._next_message(timeout_s)) is not None:
             request = message[0]
             self._backlog.append(message)
-            self._num_received += not isinstance(request, Stop | Refused | Registered)
+            self._num_received += not isinstance(request, messages.Stop | messages.Refused | messages.Registered)
             has_come, timeout_s = True, 0.0
             # Rollouts of a stream are asked for ahead, and what is more urgent comes behind them. After any other
             # request nothing more comes before it is answered.
-            if not all_there_is or not isinstance(request, Collect | Load | Measure):
+            if not all_there_is or not isinstance(request, messages.Collect | messages.Load | messages.Measure):
                 break
         return has_come
 
@@ -159,7 +136,7 @@ class Channel:
             return early
         while (frames := self._socket.receive(timeout_s)) is not None:
             request = messages.decode_request(frames[0].buffer)
-            if not isinstance(request, Ping):
+            if not isinstance(request, messages.Ping):
                 return request, [frame.buffer for frame in frames[1:]]
         return None
 
@@ -171,11 +148,15 @@ class Channel:
         """Return what was asked for first, but rollouts last: new weights, and an end, must not wait behind them."""
         if not self._backlog:
             return None
-        message = next((each for each in self._backlog if not isinstance(each[0], Collect)), self._backlog[0])
+        message = next((each for each in self._backlog if not isinstance(each[0], messages.Collect)), self._backlog[0])
         self._backlog.remove(message)
         request = message[0]
-        if isinstance(request, Cancel):
-            begun = [each for each in self._backlog if not isinstance(each[0], Collect) or each[0].call > request.call]
+        if isinstance(request, messages.Cancel):
+            begun = [
+                each
+                for each in self._backlog
+                if not isinstance(each[0], messages.Collect) or each[0].call > request.call
+            ]
             self._backlog = deque(begun)
         self._take_arrays(*message)
         return request
@@ -183,12 +164,15 @@ class Channel:
     def _take_arrays(self, request: Request, frames: Sequence[memoryview]) -> None:
         self.weights = None
         self._call = getattr(request, "call", 0)
-        if isinstance(request, Adopt | Collect | Decide | Load) and request.version is not None:
+        if (
+            isinstance(request, messages.Adopt | messages.Collect | messages.Decide | messages.Load)
+            and request.version is not None
+        ):
             if frames:
                 self.weights = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
             elif self._mailbox is None:
                 raise WireError(f"Expected weights with {type(request).__name__}, got none.")
-        elif isinstance(request, Step) and request.actions is None and self._mailbox is None:
+        elif isinstance(request, messages.Step) and request.actions is None and self._mailbox is None:
             fill(self._actions, frames)
         elif frames:
             raise WireError(f"{len(frames)} unexpected arrays with {type(request).__name__}.")

@@ -18,8 +18,8 @@ from clusterenv.policy.sketch import Measurement, Probes, Sketch, choose_probes,
 from clusterenv.wire.buffers import RolloutBuffers, describe
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.messages import ArraySpec
-from clusterenv.worker.env_host import Host
 from clusterenv.worker.episodes import EpisodeLedger
+from clusterenv.worker.host import Host
 from clusterenv.worker.infos import Infos, complete, info_row
 
 OnStep = Callable[[int], None]

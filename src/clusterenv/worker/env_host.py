@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from gymnasium import Env, Space
@@ -15,106 +15,13 @@ from gymnasium.vector.utils import batch_space, iterate
 from numpy.typing import NDArray
 
 from clusterenv.wire.assignment import Assignment, EnvFactory, RunSpaces
-from clusterenv.wire.buffers import StepBuffers
 from clusterenv.wire.layout import Layout
-from clusterenv.worker.error_budget import ErrorBudget
+from clusterenv.worker.host import Host, Pair
 from clusterenv.worker.infos import Gathering, Infos, complete, info_row
 from clusterenv.worker.making import check_spaces, make_env
 from clusterenv.worker.observation_writer import ObservationWriter
 
 log = logging.getLogger(__name__)
-
-Pair = tuple[StepBuffers, StepBuffers]
-
-
-class Host(Protocol):
-    """What a worker's handler, or a head without workers, needs of the environments it runs.
-
-    Attributes:
-        failed_row: The row of the environment that raised last, if that is known.
-        takes_batches: Whether `step` takes actions as the batched space has them, rather than one per environment.
-        buffers: The one of the two step buffers that was filled last.
-        errors: The exceptions of environments that were forgiven since `step` or `reset` was called: rows and texts.
-    """
-
-    failed_row: int | None
-    takes_batches: bool
-    buffers: StepBuffers
-    errors: list[tuple[int, str]]
-
-    def reset(
-        self, buffer: int, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None
-    ) -> Infos:
-        """Reset all environments, or those in the mask, filling this one of the two buffers."""
-
-    def step(self, buffer: int | None, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
-        """Step every environment once. If one raises, its row and those after it keep the observation they had.
-
-        Args:
-            buffer: Which of the two step buffers to fill; None goes on with the one that was filled last.
-            actions: One per environment; None takes those in the buffers.
-            for_rollout: Of the infos keep only those of episodes that end, and, without autoreset, leave finished
-                environments alone instead of raising.
-        """
-
-    def pending_rows(self) -> list[bool] | None:
-        """Return whose episode is over and was not begun anew; None if a step that fails leaves that as it was."""
-
-    def show_again(self, buffer: int) -> None:
-        """Show in this step buffer what was shown last, if it was not filled since: a step has failed."""
-
-    def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
-        """Begin new episodes in the place of those that were lost with another worker.
-
-        The next step answers as if it had truncated the lost ones.
-
-        Args:
-            buffer: Which of the two step buffers the learner saw last.
-            seeds: What to reset the environments with.
-            seen: What it saw, one array or list per leaf.
-            ended: Whose episode had ended before.
-        """
-
-    def start_over(self) -> bool:
-        """Show the new episodes' first observations now, if the next step was to tell of lost ones; returns whether."""
-
-    def observe_into(self, arrays: Sequence[NDArray[Any] | None] | None) -> None:
-        """From now on write observations into these arrays, one per leaf; None: into the step buffers again."""
-
-    def objects(self) -> list[list[Any]]:
-        """Return the newest observations' leaves that have no fixed size, one list per leaf."""
-
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Call a method, or read an attribute, of every environment."""
-
-    def set_attr(self, name: str, values: Sequence[Any]) -> None:
-        """Set an attribute of every environment."""
-
-    def apply(self, function: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
-        """Run a function on the environments of these rows."""
-
-    def close(self) -> None:
-        """Close the environments."""
-
-
-class Aside:
-    """Where a rollout's steps put rewards and flags: the step buffers keep what the learner saw until it is over."""
-
-    def __init__(self, buffers: StepBuffers) -> None:
-        self._own = buffers.beside()
-        self._is_used = False
-
-    def use(self, is_rollout: bool, buffers: StepBuffers) -> StepBuffers:
-        """Return what the next step fills; after a rollout the step buffers, with what its last step has left."""
-        if is_rollout:
-            self._is_used = True
-            return self._own
-        if self._is_used:
-            self._is_used = False
-            buffers.rewards[:] = self._own.rewards
-            buffers.terminations[:] = self._own.terminations
-            buffers.truncations[:] = self._own.truncations
-        return buffers
 
 
 class _Lost:
@@ -132,7 +39,7 @@ class _Lost:
         return observation, {**info, "worker_lost": True}
 
 
-class EnvHost:
+class EnvHost(Host):
     """Hosts plain environments, one after another in this process."""
 
     takes_batches = False
@@ -145,44 +52,24 @@ class EnvHost:
         pair: Pair,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """Host environments.
-
-        Args:
-            envs: Of the shard, in the order of their index.
-            assignment: What they were made from.
-            spaces: Of the run.
-            pair: The shard's rows of the two step buffers.
-            tick: Told of each environment that was reset.
-        """
+        """Host environments, given in the order of their index; the other arguments are those of `Host`."""
         assert isinstance(assignment.factories, list)
-        self.failed_row: int | None = None
-        self.buffers = pair[0]
+        super().__init__(assignment, spaces, pair, tick, num_budgets=len(envs))
         self._first: tuple[list[NDArray[Any] | None], list[list[Any]]] = [], []  # After `resume`: first observations.
-        self._pair = pair
-        self._buffer = 0
-        self._aside = Aside(pair[0])
-        self._tick = tick
         self._factories: list[EnvFactory] = assignment.factories
-        self._spaces = spaces
         self._envs = envs
         self._acting: list[Any] = envs  # Those that are stepped: the environments, or what stands in for them.
-        self._rows = len(envs)
-        self._pending = [False] * self._rows
-        self._next_seeds: list[int | None] = [None] * self._rows  # Of the next resets that nobody asks for.
+        self._pending = [False] * self._num_rows
+        self._next_seeds: list[int | None] = [None] * self._num_rows  # Of the next resets that nobody asks for.
         self._resting: dict[int, Any] = {}  # Without autoreset: the last observations of finished environments.
-        self._attributes: dict[str, Sequence[Any]] = {}
         self._layout = Layout(spaces.observation_space)
-        self._writers = [ObservationWriter(self._layout, side.observations, self._rows) for side in pair]
+        self._writers = [ObservationWriter(self._layout, side.observations, self._num_rows) for side in pair]
         self._writer = self._writers[0]
         self._shown = self._writer.shown()  # What the last actions were chosen on: arrays, and leaves of objects.
-        self._actions = _ActionReader(spaces.action_space, pair[0].actions, self._rows)
-        self._infos = Gathering(self._rows)
-        self._waiting: list[Any] = [None] * self._rows
-        forgives = assignment.on_env_error == "reset"
-        self._budget = ErrorBudget(self._rows, assignment.start, forgives=forgives)
-        self.errors = self._budget.errors
-        self._waits = self._writer.waits and not forgives  # An observation that does not fit must show at its row.
-        self._mode = assignment.autoreset_mode
+        self._actions = _ActionReader(spaces.action_space, pair[0].actions, self._num_rows)
+        self._infos = Gathering(self._num_rows)
+        self._waiting: list[Any] = [None] * self._num_rows
+        self._waits = self._writer.waits and not self._forgives  # One that does not fit must show at its row.
         self._step = {
             AutoresetMode.NEXT_STEP: self._step_next,
             AutoresetMode.SAME_STEP: self._step_same,
@@ -196,7 +83,6 @@ class EnvHost:
     def reset(
         self, buffer: int, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None
     ) -> Infos:
-        """Reset all environments, or those in the mask; rows that are not reset keep their observation."""
         self._turn_to(buffer)
         self.errors.clear()
         add_info = self._infos.begin()
@@ -224,7 +110,6 @@ class EnvHost:
         return self._infos.end()
 
     def step(self, buffer: int | None, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
-        """Step every environment once, resetting as the autoreset mode has it."""
         if buffer is not None:
             self._turn_to(buffer)
         budget = self._budget
@@ -245,24 +130,16 @@ class EnvHost:
         return infos
 
     def pending_rows(self) -> list[bool] | None:
-        """Return whose episode is over and was not begun anew."""
         return self._pending
 
-    def show_again(self, buffer: int) -> None:
-        """Show in this step buffer what was shown last, if it was not filled since."""
-        if buffer != self._buffer:
-            self._turn_to(buffer)
-            self._keep_rows(0)
-
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
-        """Begin new episodes, and let the next step tell of those that were lost."""
         # Into the other buffer: if this worker is lost, too, the next one is given what is in this one.
-        infos = complete(self.reset(1 - buffer, seeds, None, None), self._rows)
+        infos = complete(self.reset(1 - buffer, seeds, None, None), self._num_rows)
         arrays, objects = self._writer.shown()
         self._first = [None if array is None else array.copy() for array in arrays], [list(part) for part in objects]
         self._turn_to(buffer)
         arrays, objects = self._writer.shown()
-        firsts = [(self._observation(self._first, row), info_row(infos, row)) for row in range(self._rows)]
+        firsts = [(self._observation(self._first, row), info_row(infos, row)) for row in range(self._num_rows)]
         self._writer.put_columns(seen)
         self._acting = []
         for row, has_ended in enumerate(ended):
@@ -274,30 +151,26 @@ class EnvHost:
             self._acting.append(self._envs[row] if has_ended else _Lost(last, firsts[row]))
 
     def start_over(self) -> bool:
-        """Show the new episodes' first observations now, if the next step was to tell of lost ones."""
         if self._acting is self._envs:
             return False
         for row, acting in enumerate(self._acting):
             if isinstance(acting, _Lost) or self._pending[row]:  # The others were reset since.
                 self._writer.put(row, self._observation(self._first, row))
         self._acting = self._envs
-        self._pending[:] = [False] * self._rows
-        self._next_seeds[:] = [None] * self._rows
+        self._pending[:] = [False] * self._num_rows
+        self._next_seeds[:] = [None] * self._num_rows
         self.buffers.terminations[:] = self.buffers.truncations[:] = False
         return True
 
     def observe_into(self, arrays: Sequence[NDArray[Any] | None] | None) -> None:
-        """From now on write observations into these arrays, or into the step buffers again."""
         self._shown = self._writer.shown()
         self.buffers = self._aside.use(arrays is not None, self._pair[self._buffer])
         self._writer.retarget(self.buffers.observations if arrays is None else arrays)
 
     def objects(self) -> list[list[Any]]:
-        """Return the newest observations' leaves that have no fixed size."""
         return self._writer.objects()
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Call a method, or read an attribute, of every environment, looking through its wrappers."""
         results = []
         for row, env in enumerate(self._envs):
             self.failed_row = row
@@ -307,7 +180,6 @@ class EnvHost:
         return results
 
     def set_attr(self, name: str, values: Sequence[Any]) -> None:
-        """Set an attribute of every environment, on the wrapper that has it."""
         for row, (env, value) in enumerate(zip(self._envs, values, strict=True)):
             self.failed_row = row
             env.set_wrapper_attr(name, value)
@@ -315,7 +187,6 @@ class EnvHost:
         self.failed_row = None
 
     def apply(self, function: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
-        """Run a function on the environments of these rows."""
         results = []
         for row in rows:
             self.failed_row = row
@@ -324,7 +195,7 @@ class EnvHost:
         return results
 
     def close(self) -> None:
-        """Close every environment, also when one of them fails to; the first error is raised at the end."""
+        """Close every environment, even when one of them fails to; the first error is raised at the end."""
         envs, self._envs = self._envs, []
         first: Exception | None = None
         for env in envs:
@@ -341,7 +212,7 @@ class EnvHost:
 
     def _step_next(self, actions: Iterable[Any], wants_all: bool) -> Infos:
         put, flat, slices, pending = self._putter(), self._writer.flat, self._writer.slices, self._pending
-        add_info, rewards, seeds = self._infos.begin(), [0.0] * self._rows, self._next_seeds
+        add_info, rewards, seeds = self._infos.begin(), [0.0] * self._num_rows, self._next_seeds
         terminations, truncations = self._clear_flags()
         pairs, row = enumerate(zip(self._acting, actions, strict=True)), 0
         while True:
@@ -384,7 +255,7 @@ class EnvHost:
 
     def _step_same(self, actions: Iterable[Any], wants_all: bool) -> Infos:
         put, add_info = self._putter(), self._infos.begin()
-        rewards: list[Any] = [0.0] * self._rows
+        rewards: list[Any] = [0.0] * self._num_rows
         terminations, truncations = self._clear_flags()
         pairs, row = enumerate(zip(self._acting, actions, strict=True)), 0
         while True:
@@ -416,7 +287,7 @@ class EnvHost:
 
     def _step_disabled(self, actions: Iterable[Any], wants_all: bool) -> Infos:
         put, pending, add_info = self._putter(), self._pending, self._infos.begin()
-        rewards: list[Any] = [0.0] * self._rows
+        rewards: list[Any] = [0.0] * self._num_rows
         terminations, truncations = self._clear_flags()
         pairs, row = enumerate(zip(self._acting, actions, strict=True)), 0
         while True:
@@ -445,7 +316,6 @@ class EnvHost:
         return self._infos.end()
 
     def _turn_to(self, buffer: int) -> None:
-        """Fill this one of the two step buffers from now on; the other keeps what was filled last."""
         if buffer != self._buffer:
             self._shown = self._writer.shown()
             self._buffer = buffer
@@ -454,6 +324,9 @@ class EnvHost:
 
     def _putter(self) -> Callable[[int, Any], None]:
         return self._waiting.__setitem__ if self._waits else self._writer.put
+
+    def _show_last(self) -> None:
+        self._keep_rows(0)
 
     def _keep_rows(self, first: int) -> None:
         """After an exception: what was not stepped, from this row on, keeps what it showed."""
@@ -479,7 +352,7 @@ class EnvHost:
         return self._budget.forgive(row, error)
 
     def _truncate_row(self, row: int, rewards: list[Any]) -> tuple[Any, Infos]:
-        """Take an episode for truncated where its environment raised; returns the last observation, and an info."""
+        """Treat an episode as truncated where its environment raised; returns the last observation, and an info."""
         rewards[row] = 0.0
         self.buffers.terminations[row], self.buffers.truncations[row] = False, True
         return self._last_observation(row), {"env_error": self._budget.text}

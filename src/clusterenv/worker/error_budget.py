@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from clusterenv.worker.failures import summarize
+from clusterenv.worker.failure_report import summarize
 
 log = logging.getLogger(__name__)
 
 _MAX_IN_A_ROW = 5
 _MAX_TEXT = 1000
-_NEARBY_STEPS = 8  # An environment that raises again within so many steps has achieved nothing.
+_NEARBY_STEPS = 8  # An environment that raises again within this many steps has achieved nothing.
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class ErrorBudget:
         record.in_a_row = record.in_a_row + 1 if self.step - record.last_step <= _NEARBY_STEPS else 1
         record.last_step = self.step
         if record.in_a_row > _MAX_IN_A_ROW:
-            error.add_note(f"(It is the last of {_MAX_IN_A_ROW + 1} of this environment in a row.)")
+            error.add_note(f"(This environment has now raised {_MAX_IN_A_ROW + 1} times in a row.)")
             return False
         self.text = summarize(error)[:_MAX_TEXT]
         self.errors.append((row, self.text))

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from clusterenv.wire.endpoint import Knocker, remove_endpoint
+from clusterenv.wire.endpoint import ReachabilityProbe, remove_endpoint
 from clusterenv.wire.ticket import Ticket
 from clusterenv.worker.relay import Relay
 
@@ -37,8 +37,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 _BEAT, _HEAD_IS_GONE = b".", b"!"
 _SILENT_S = 1.5  # A worker that has not given a sign of life for so long is stuck.
-_KNOCK_EVERY_S = 1.0
-_STARTING_KNOCK_EVERY_S = 5.0  # Before its first sign of life, a worker may import for minutes.
+_PROBE_EVERY_S = 1.0
+_STARTING_PROBE_EVERY_S = 5.0  # Before its first sign of life, a worker may import for minutes.
 _WORKER_GRACE_S = 3.0  # After the head's end. The worker's own watch needs less.
 _LAST_GRACE_S = 2.0  # After the worker itself has found the head gone.
 _LOOK_S = 0.5  # Where there are no pidfds.
@@ -59,7 +59,7 @@ class Guardian:
         self._send(_BEAT)
 
     def tell_head_is_gone(self) -> None:
-        """Ask to be ended in a moment, should this process not manage to end by itself."""
+        """Ask to be ended in a moment, should this process not manage to end on its own."""
         self._send(_HEAD_IS_GONE)
 
     def says_head_is_gone(self) -> bool:
@@ -139,9 +139,9 @@ class _Guard:
         _close_all_but(control.fileno(), *self._signals, *(relay.source for relay in self._relays))
         self._head = None if self._parent_pid is None else _open_process(self._parent_pid)
         self._kill_at: float | None = None
-        self._knocker = Knocker(ticket.endpoint, ticket.silence_s)
+        self._probe = ReachabilityProbe(ticket.endpoint, ticket.silence_s)
         self._has_beaten = False
-        self._knock_at = time.monotonic() + _STARTING_KNOCK_EVERY_S
+        self._probe_at = time.monotonic() + _STARTING_PROBE_EVERY_S
 
     def run(self) -> NoReturn:
         with contextlib.suppress(OSError):
@@ -169,7 +169,7 @@ class _Guard:
         if self._control is not None:
             poll.register(self._control, select.POLLIN)
         if self._parent_pid is None:
-            due.append(self._knock_at)
+            due.append(self._probe_at)
         elif self._head is None:
             due.append(now + _LOOK_S)
         elif self._kill_at is None:
@@ -206,8 +206,8 @@ class _Guard:
         elif _HEAD_IS_GONE in said and self._kill_at is None:
             self._kill_at = now + _LAST_GRACE_S
         self._has_beaten = True
-        self._knocker.forget()
-        self._knock_at = now + _SILENT_S
+        self._probe.forget()
+        self._probe_at = now + _SILENT_S
 
     def _look_for_head(self, ready: set[int]) -> None:
         now = time.monotonic()
@@ -215,9 +215,9 @@ class _Guard:
             if now >= self._kill_at:
                 self._kill_worker()
         elif self._parent_pid is None:
-            if now >= self._knock_at:
-                self._knock_at = now + (_KNOCK_EVERY_S if self._has_beaten else _STARTING_KNOCK_EVERY_S)
-                if reason := self._knocker.knock(now):
+            if now >= self._probe_at:
+                self._probe_at = now + (_PROBE_EVERY_S if self._has_beaten else _STARTING_PROBE_EVERY_S)
+                if reason := self._probe.try_once(now):
                     self._relays[-1].add(f"this worker is stuck, and is ended: {reason}\n".encode())
                     self._kill_worker()
         elif (os.getppid() != self._parent_pid) if self._head is None else (self._head in ready):

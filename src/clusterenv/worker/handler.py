@@ -12,7 +12,7 @@ from clusterenv.errors import PolicyError
 from clusterenv.policy.sketch import Sketch
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.wire import values
-from clusterenv.wire.arrays import allocate, carver
+from clusterenv.wire.arrays import allocate, shared_allocator
 from clusterenv.wire.assignment import Assignment
 from clusterenv.wire.buffers import RolloutBuffers
 from clusterenv.wire.info_planes import FullInfos, SlotWriter
@@ -209,10 +209,12 @@ class Handler:
             if memory is None:
                 raise OSError("The head's memory for rollouts cannot be opened here, though its other memory could.")
             if request.is_own:
-                block = spec.make(num_steps, num_rows, carver(memory))
+                block = spec.make(num_steps, num_rows, shared_allocator(memory))
             else:
                 start = self._assignment.start
-                block = spec.make(num_steps, self._assignment.num_envs, carver(memory)).columns(start, start + num_rows)
+                block = spec.make(num_steps, self._assignment.num_envs, shared_allocator(memory)).columns(
+                    start, start + num_rows
+                )
             self._blocks[key] = block
         return self._blocks[key]
 

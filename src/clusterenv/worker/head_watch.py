@@ -7,29 +7,33 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-from clusterenv.wire.endpoint import remove_endpoint
-from clusterenv.wire.link import Link
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from clusterenv.wire.endpoint import ReachabilityProbe, remove_endpoint
 from clusterenv.wire.ticket import Ticket
 from clusterenv.worker.guardian import Guardian
-from clusterenv.worker.progress import Progress, StackDumper
+from clusterenv.worker.progress import LoopProgress, StackDumper
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _LOOKS_PER_HANG = 20  # With a short `hang_s`, look more often: the stacks are due before it is over.
 _GRACE_S = 1.5
+_BETWEEN_TRIES_S = 0.5
 
 
 class HeadWatch:
-    """A thread that watches the connection to the head, and, through the guardian or by itself, the head's process.
+    """A thread that watches the connection to the head, and, through the guardian or on its own, the head's process.
 
     Attributes:
         head_is_gone: The loop should end in order, and has a moment for it.
     """
 
     def __init__(
-        self, link: Link, ticket: Ticket, guardian: Guardian | None, progress: Progress, wake: Callable[[], None]
+        self, link: Link, ticket: Ticket, guardian: Guardian | None, progress: LoopProgress, wake: Callable[[], None]
     ) -> None:
         """Begin to watch.
 
@@ -85,3 +89,50 @@ class HeadWatch:
             return ""
         remove_endpoint(self._endpoint)
         return "its parent has ended"
+
+
+class Link:
+    """The state of a worker's connection, from ZeroMQ's events and test connections.
+
+    All methods are for one thread, which need not be the socket's own; attributes for all.
+
+    Attributes:
+        was_lost: Whether the connection was made, and has ended since.
+        verdict: Why there is no hope of a connection any more; empty while there is.
+        endpoint: Where the head is.
+    """
+
+    def __init__(self, events: zmq.Socket[Any], ticket: Ticket) -> None:
+        self.was_lost = False
+        self.verdict = ""
+        self._events = events
+        self.endpoint = ticket.endpoint
+        self._probe = ReachabilityProbe(ticket.endpoint, ticket.silence_s)
+        self._is_up = False
+        self._was_up = False
+        self._tried_at = time.monotonic()
+
+    def watch(self, timeout_s: float) -> None:
+        """Listen to events for this long; while there is no connection, try one now and then."""
+        if self._events.poll(int(timeout_s * 1000)):
+            self._note(recv_monitor_message(self._events)["event"])
+        now = time.monotonic()
+        if not self._is_up and not self.verdict and now - self._tried_at >= _BETWEEN_TRIES_S:
+            self._tried_at = now
+            self.verdict = self._probe.try_once(now)
+
+    def _note(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_up = self._was_up = True
+            self._probe.forget()
+        elif event == zmq.EVENT_DISCONNECTED:
+            self.was_lost = self.was_lost or self._is_up
+            self._is_up = False
+        elif event in (zmq.EVENT_CONNECTED, zmq.EVENT_CONNECT_RETRIED):
+            # It connects once more, with a key of its own; ZeroMQ does not tell that the first connection has ended.
+            self._is_up = False
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            if self._was_up:  # By then this worker was given up, and its key is not valid any more.
+                self.was_lost = True
+            else:
+                self.verdict = f"the head at {self.endpoint} does not know this ticket: it is another run's"

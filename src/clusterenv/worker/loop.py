@@ -11,45 +11,24 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from clusterenv.wire import values
-from clusterenv.wire.arrays import allocate, carver
+from clusterenv.wire import messages, values
+from clusterenv.wire.arrays import allocate, shared_allocator
 from clusterenv.wire.assignment import Assignment, RunSpaces
 from clusterenv.wire.buffers import StepBuffers
+from clusterenv.wire.compatibility import installed_versions
 from clusterenv.wire.layout import Layout
-from clusterenv.wire.link import Link
-from clusterenv.wire.messages import (
-    PROTOCOL,
-    Assign,
-    Cancel,
-    Collect,
-    Decide,
-    Join,
-    Load,
-    Made,
-    Ping,
-    Ready,
-    Refused,
-    Register,
-    Registered,
-    Returned,
-    Serve,
-    Step,
-    Stop,
-    Where,
-)
 from clusterenv.wire.shared import BELL_BYTES, WorkerMailbox, open_offer
 from clusterenv.wire.ticket import Ticket
-from clusterenv.wire.versions import installed_versions
 from clusterenv.wire.zeromq import Keys, WorkerSocket
 from clusterenv.worker.channel import Channel
-from clusterenv.worker.env_host import Pair
-from clusterenv.worker.failures import culprit_of, describe_failure
+from clusterenv.worker.failure_report import culprit_of, describe_failure
 from clusterenv.worker.guardian import Guardian
 from clusterenv.worker.handler import Handler, ShardRequest
-from clusterenv.worker.head_watch import HeadWatch
+from clusterenv.worker.head_watch import HeadWatch, Link
+from clusterenv.worker.host import Pair
 from clusterenv.worker.leave import Leave, Left
 from clusterenv.worker.making import describe_envs, for_travel
-from clusterenv.worker.progress import Progress
+from clusterenv.worker.progress import LoopProgress
 from clusterenv.worker.shard import Shard, unpickle
 
 log = logging.getLogger(__name__)
@@ -71,12 +50,12 @@ def run_worker(ticket: Ticket, worker_index: int, leave: Leave, guardian: Guardi
 def _serve_once(ticket: Ticket, keys: Keys, worker_index: int, leave: Leave, guardian: Guardian | None) -> bool:
     """Serve as long as one connection lasts; returns whether to try another."""
     socket = WorkerSocket(ticket)
-    progress = Progress()
+    progress = LoopProgress()
     head_watch = HeadWatch(Link(socket.events, ticket), ticket, guardian, progress, socket.end_events)
     channel = Channel(socket)
     worker = _Worker(head_watch, progress, channel, worker_index, leave, on_registered=lambda: socket.use(keys))
     try:
-        channel.send(Register(PROTOCOL, worker_index, keys.public))
+        channel.send(messages.Register(messages.PROTOCOL, worker_index, keys.public))
         worker.serve()
     finally:
         try:
@@ -91,7 +70,7 @@ class _Worker:
     def __init__(
         self,
         head_watch: HeadWatch,
-        progress: Progress,
+        progress: LoopProgress,
         channel: Channel,
         worker_index: int,
         leave: Leave,
@@ -110,12 +89,16 @@ class _Worker:
 
     def _join(self) -> None:
         self._on_registered()
-        self._channel.send(Join(PROTOCOL, self._worker_index, os.getpid(), sockets.gethostname(), installed_versions()))
+        self._channel.send(
+            messages.Join(
+                messages.PROTOCOL, self._worker_index, os.getpid(), sockets.gethostname(), installed_versions()
+            )
+        )
 
     def serve(self) -> None:
         while not self._leave.is_wanted:
             request = self._channel.receive(_LOOK_UP_S)
-            if isinstance(request, Step):  # First: it comes most often.
+            if isinstance(request, messages.Step):  # First: it comes most often.
                 self._answer(request)
             elif request is None:
                 if self._head_watch.head_is_gone:
@@ -123,29 +106,29 @@ class _Worker:
                 if self._head_watch.connection_was_lost:
                     self.was_cut_off = True
                     return
-            elif isinstance(request, Stop):
+            elif isinstance(request, messages.Stop):
                 return
-            elif isinstance(request, Refused):
+            elif isinstance(request, messages.Refused):
                 raise SystemExit(f"The head refused this worker: {request.reason}")
-            elif isinstance(request, Registered):
+            elif isinstance(request, messages.Registered):
                 self._join()
-            elif isinstance(request, Assign):
+            elif isinstance(request, messages.Assign):
                 self._make(request)
-            elif isinstance(request, Serve):
+            elif isinstance(request, messages.Serve):
                 self._begin_service(request)
-            elif isinstance(request, Cancel):
-                self._channel.send(Returned(request.call, values.dumps([])))
-            elif isinstance(request, Load):
+            elif isinstance(request, messages.Cancel):
+                self._channel.send(messages.Returned(request.call, values.dumps([])))
+            elif isinstance(request, messages.Load):
                 assert self._handler is not None, "the head assigns before it asks"
                 self._handler.load_for_next(request.version, self._channel.weights)
-            elif not isinstance(request, Ping):
+            elif not isinstance(request, messages.Ping):
                 self._answer(request)
 
     def close(self) -> None:
         if self._shard is not None:
             self._shard.close()
 
-    def _make(self, request: Assign) -> None:
+    def _make(self, request: messages.Assign) -> None:
         self._progress.is_busy = True
         try:
             self._assignment = assignment = unpickle(request.code)
@@ -156,11 +139,11 @@ class _Worker:
         except BaseException as error:  # noqa: BLE001 - a user's constructor may raise anything; it is reported
             self._send_failure(request.call, error, "factory")
         else:
-            self._channel.send(Made(request.call, description))
+            self._channel.send(messages.Made(request.call, description))
         finally:
             self._progress.is_busy = False
 
-    def _begin_service(self, request: Serve) -> None:
+    def _begin_service(self, request: messages.Serve) -> None:
         """Lay out the buffers, and only then switch to shared memory: errors come over the socket."""
         assignment, shard, channel = self._assignment, self._shard, self._channel
         assert assignment is not None, "the head assigns before it asks"
@@ -184,7 +167,7 @@ class _Worker:
         # What lives now lives as long as the worker: the collector need not walk it at every generation.
         gc.collect()
         gc.freeze()
-        channel.send(Ready(request.call, shares_memory=mailbox is not None))
+        channel.send(messages.Ready(request.call, shares_memory=mailbox is not None))
         channel.use(pair[0].actions, mailbox)
 
     def _answer(self, request: ShardRequest) -> None:
@@ -208,12 +191,14 @@ class _Worker:
         assert self._shard is not None, "the head assigns before it asks"
         where = culprit_of(request, is_stepping=self._shard.is_stepping)
         host = self._shard.host
-        if isinstance(request, Step | Decide):
+        if isinstance(request, messages.Step | messages.Decide):
             host.show_again(request.buffer)
-        is_step = isinstance(request, Step | Decide | Collect)
+        is_step = isinstance(request, messages.Step | messages.Decide | messages.Collect)
         self._send_failure(request.call, error, where, host.buffers.results if is_step else ())
 
-    def _send_failure(self, call: int, error: BaseException, where: Where, arrays: Iterable[NDArray[Any]] = ()) -> None:
+    def _send_failure(
+        self, call: int, error: BaseException, where: messages.Where, arrays: Iterable[NDArray[Any]] = ()
+    ) -> None:
         row = None if self._shard is None or where == "policy" else self._shard.failed_row
         start = 0 if self._assignment is None else self._assignment.start
         env_index = None if row is None else start + row
@@ -229,5 +214,5 @@ def _lay_buffers(assignment: Assignment, spaces: RunSpaces, memory: memoryview |
     if memory is None:
         return StepBuffers.make_pair(*layouts, assignment.num_rows, allocate)
     start, stop = assignment.start, assignment.start + assignment.num_rows
-    first, second = StepBuffers.make_pair(*layouts, assignment.num_envs, carver(memory[BELL_BYTES:]))
+    first, second = StepBuffers.make_pair(*layouts, assignment.num_envs, shared_allocator(memory[BELL_BYTES:]))
     return first.rows(start, stop), second.rows(start, stop)

@@ -13,7 +13,7 @@ from clusterenv.errors import ConfigError
 from clusterenv.wire import spaces as codec
 from clusterenv.wire.assignment import Assignment, EnvFactory, RunSpaces
 
-Made = list[Env[Any, Any]] | VectorEnv[Any, Any, Any]
+Envs = list[Env[Any, Any]] | VectorEnv[Any, Any, Any]
 
 
 def make_env(factory: EnvFactory) -> Env[Any, Any]:
@@ -56,7 +56,7 @@ def make_vector_env(assignment: Assignment) -> VectorEnv[Any, Any, Any]:
     return env
 
 
-def describe_envs(made: Made) -> dict[str, Any]:
+def describe_envs(made: Envs) -> dict[str, Any]:
     """Say what environments are like: their observation spaces (one if all are equal), action space and attributes."""
     if isinstance(made, VectorEnv):
         first: Any = made

@@ -161,20 +161,20 @@ class ObservationWriter:
         """Return where observations are written: one array per leaf, None for a leaf of objects; and those leaves."""
         return self._arrays, self._items
 
-    def weave(self, arrays: Sequence[NDArray[Any] | None], objects: list[list[Any]]) -> list[Any]:
+    def by_leaf(self, arrays: Sequence[NDArray[Any] | None], objects: list[list[Any]]) -> list[Any]:
         """Return one array or list per leaf."""
         parts = iter(objects)
         return [next(parts) if array is None else array for array in arrays]
 
     def put_columns(self, columns: Sequence[Any]) -> None:
         """Write every row of every leaf: one array or list each."""
-        for own, values in zip(self.weave(self._arrays, self._items), columns, strict=True):
+        for own, values in zip(self.by_leaf(self._arrays, self._items), columns, strict=True):
             own[:] = values
 
     def keep(self, first: int, arrays: Sequence[NDArray[Any] | None], objects: list[list[Any]]) -> None:
         """Take over the rows from `first` on from where they were written before."""
-        before = self.weave(arrays, objects)
-        for own, values in zip(self.weave(self._arrays, self._items), before, strict=True):
+        before = self.by_leaf(arrays, objects)
+        for own, values in zip(self.by_leaf(self._arrays, self._items), before, strict=True):
             own[first:] = values[first:]
 
     def do_without_flat(self) -> None:

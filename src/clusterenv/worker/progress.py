@@ -1,4 +1,4 @@
-"""Progress: whether a worker gets anywhere; if it does not, its Python stacks go to its log."""
+"""LoopProgress: whether a worker gets anywhere; if it does not, its Python stacks go to its log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST_S = 1e6  # The timer takes no infinity.
 
 
 @dataclass(eq=False)
-class Progress:
+class LoopProgress:
     """What the worker's loop has done so far.
 
     Attributes:
@@ -30,7 +30,7 @@ class Progress:
 class StackDumper:
     """Writes the stacks of all Python threads to the standard error, once per hang. For a thread that looks often."""
 
-    def __init__(self, progress: Progress, hang_s: float) -> None:
+    def __init__(self, progress: LoopProgress, hang_s: float) -> None:
         """Watch from now on.
 
         Args:

@@ -20,9 +20,10 @@ from clusterenv.wire.assignment import Assignment, RunSpaces
 from clusterenv.wire.buffers import RolloutBuffers, RolloutLayout
 from clusterenv.wire.layout import Layout
 from clusterenv.worker.collector import Collector, OnStep
-from clusterenv.worker.env_host import EnvHost, Host, Pair
+from clusterenv.worker.env_host import EnvHost
+from clusterenv.worker.host import Host, Pair
 from clusterenv.worker.infos import Infos
-from clusterenv.worker.making import Made, make_all, make_vector_env
+from clusterenv.worker.making import Envs, make_all, make_vector_env
 from clusterenv.worker.vector_host import VectorHost
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Shard:
     def __init__(self, assignment: Assignment) -> None:
         self.rollout_layout: RolloutLayout | None = None
         self._assignment = assignment
-        self._made: Made | None = None
+        self._made: Envs | None = None
         self._making_row: int | None = None
         self._is_at_start = True  # Whether no environment was stepped since all were reset.
         self._policy_seed: int | None = None
@@ -56,7 +57,7 @@ class Shard:
         """The row of the environment that raised last, if that is known."""
         return self.host.failed_row if hasattr(self, "host") else self._making_row
 
-    def make(self) -> Made:
+    def make(self) -> Envs:
         """Make the environments, and return them."""
         _register(self._assignment.registry)
         factories = self._assignment.factories

@@ -15,15 +15,14 @@ from clusterenv.errors import ConfigError, SpaceMismatch
 from clusterenv.wire.assignment import Assignment, RunSpaces
 from clusterenv.wire.info_planes import FullInfos, fits
 from clusterenv.wire.layout import Layout
-from clusterenv.worker.env_host import Aside, Pair
-from clusterenv.worker.error_budget import ErrorBudget
+from clusterenv.worker.host import Host, Pair
 from clusterenv.worker.infos import Infos, complete
 from clusterenv.worker.making import check_spaces, make_vector_env
 
 log = logging.getLogger(__name__)
 
 
-class VectorHost:
+class VectorHost(Host):
     """Hosts a `VectorEnv` whose sub-environments are the shard's."""
 
     takes_batches = True
@@ -36,16 +35,10 @@ class VectorHost:
         pair: Pair,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """Host a vector environment; the arguments are those of `EnvHost`."""
-        self.failed_row: int | None = None
-        self.buffers = pair[0]
-        self._pair = pair
-        self._buffer = 0
-        self._aside = Aside(pair[0])
+        """Host a vector environment; the other arguments are those of `Host`."""
+        # Which of its environments raised, only the vector environment knows: they all begin anew.
+        super().__init__(assignment, spaces, pair, tick, num_budgets=1)
         self._assignment = assignment
-        self._spaces = spaces
-        self._tick = tick
-        self._rows = assignment.num_rows
         # A VectorEnv, and more than VectorEnv promises: call and set_attr where it has them.
         self._env: Any = env
         self._observations = Layout(spaces.observation_space)
@@ -53,23 +46,18 @@ class VectorHost:
         self._targets: Sequence[NDArray[Any] | None] = self.buffers.observations
         self._objects: list[list[Any]] = []
         self._shown = self._columns()  # What the last actions were chosen on, one array or list per leaf.
-        self._seeds: Sequence[int | None] = [None] * self._rows
-        self._attributes: dict[str, Sequence[Any]] = {}
+        self._seeds: Sequence[int | None] = [None] * self._num_rows
         # After an exception or the loss of another worker: rows whose episode counts as truncated, and whether the next
         # step is to tell of that; and the first observations of the episodes after it, if they have begun.
         self._truncated: NDArray[np.bool_] | None = None
         self._is_told = True
         self._first: tuple[list[Any], Infos] | None = None
         self._beginners: NDArray[np.bool_] | None = None  # Whom the next step shows as beginning an episode.
-        # Which of its environments raised, only the vector environment knows: they all begin anew.
-        self._budget = ErrorBudget(1, assignment.start, forgives=assignment.on_env_error == "reset")
-        self.errors = self._budget.errors
         check_spaces(env.single_observation_space, env.single_action_space, spaces)
 
     def reset(
         self, buffer: int, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None
     ) -> Infos:
-        """Reset the vector environment, passing the mask on if there is one."""
         self._turn_to(buffer)
         self.errors.clear()
         options = None if options is None else dict(options)
@@ -94,10 +82,9 @@ class VectorHost:
         self._truncated, self._first, self._is_told, self._beginners = None, None, True, None
         rows = slice(None) if mask is None else np.array(mask, np.bool_)
         self.buffers.terminations[rows] = self.buffers.truncations[rows] = False
-        return _with_masks(infos, self._rows)
+        return _with_masks(infos, self._num_rows)
 
     def step(self, buffer: int | None, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
-        """Step the vector environment once; it resets finished episodes automatically."""
         if buffer is not None:
             self._turn_to(buffer)
         self.errors.clear()
@@ -106,23 +93,15 @@ class VectorHost:
                 return self._step_truncated()
             return self._step(actions, for_rollout=for_rollout)
         except BaseException:
-            self._restore()
+            self._show_last()
             raise
 
     def pending_rows(self) -> list[bool] | None:
-        """Return None: a vector environment that raises has stepped nobody."""
-        return None
-
-    def show_again(self, buffer: int) -> None:
-        """Show in this step buffer what was shown last, if it was not filled since."""
-        if buffer != self._buffer:
-            self._turn_to(buffer)
-            self._restore()
+        return None  # A vector environment that raises has stepped nobody.
 
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
-        """Begin new episodes, and let the next step tell of those that were lost."""
         # Into the other buffer: if this worker is lost, too, the next one is given what is in this one.
-        infos = complete(self.reset(1 - buffer, seeds, None, None), self._rows)
+        infos = complete(self.reset(1 - buffer, seeds, None, None), self._num_rows)
         first = [_copied(column) for column in self._columns()], infos
         self._turn_to(buffer)
         self._first = first
@@ -131,7 +110,6 @@ class VectorHost:
         self.buffers.truncations[:] = ended
 
     def start_over(self) -> bool:
-        """Show the new episodes' first observations now, if the next step was to tell of lost ones."""
         if self._truncated is None or self._is_told or self._first is None:
             return False
         self._put_columns(self._first[0])
@@ -140,13 +118,11 @@ class VectorHost:
         return True
 
     def observe_into(self, arrays: Sequence[NDArray[Any] | None] | None) -> None:
-        """From now on write observations into these arrays, or into the step buffers again."""
         self._shown = self._columns()
         self.buffers = self._aside.use(arrays is not None, self._pair[self._buffer])
         self._targets = self.buffers.observations if arrays is None else arrays
 
     def objects(self) -> list[list[Any]]:
-        """Return the newest observations' leaves that have no fixed size."""
         return self._objects
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -158,11 +134,10 @@ class VectorHost:
         else:
             target = getattr(self._env, name)
             result = target(*args, **kwargs) if callable(target) else target
-        is_per_env = isinstance(result, tuple | list) and len(result) == self._rows
-        return list(result) if is_per_env else [result] * self._rows
+        is_per_env = isinstance(result, tuple | list) and len(result) == self._num_rows
+        return list(result) if is_per_env else [result] * self._num_rows
 
     def set_attr(self, name: str, values: Sequence[Any]) -> None:
-        """Set an attribute of the vector environment, which must be the same for all its environments."""
         if hasattr(self._env, "set_attr"):
             self._env.set_attr(name, list(values))
         elif any(value is not values[0] and value != values[0] for value in values):
@@ -176,7 +151,6 @@ class VectorHost:
         return [function(self._env)] * len(rows)
 
     def close(self) -> None:
-        """Close the vector environment."""
         if self._env is not None:
             self._env.close()
 
@@ -203,13 +177,13 @@ class VectorHost:
             self._beginners = None
         if for_rollout and not (np.any(terminations) or np.any(truncations)):
             return {}  # No episode ends here.
-        return FullInfos(infos) if fits(infos, self._rows) else _with_masks(infos, self._rows)
+        return FullInfos(infos) if fits(infos, self._num_rows) else _with_masks(infos, self._num_rows)
 
     def _step_truncated(self) -> Infos:
         """Step after episodes were truncated without the environment's knowledge: tell of it, or begin new ones."""
         rows = self._truncated
         assert rows is not None
-        mode = self._assignment.autoreset_mode
+        mode = self._mode
         if not self._is_told:
             return self._tell_of_loss(rows, mode)
         if mode is AutoresetMode.DISABLED:
@@ -217,7 +191,7 @@ class VectorHost:
                 "The episodes of these environments were truncated, since their worker was lost or one of them raised, "
                 "and autoreset_mode is DISABLED. Reset them all first: envs.reset(options={'reset_mask': truncated})."
             )
-        infos = self.reset(self._buffer, [None] * self._rows, None, None)
+        infos = self.reset(self._buffer, [None] * self._num_rows, None, None)
         self.buffers.rewards[:] = 0.0
         return infos
 
@@ -239,11 +213,11 @@ class VectorHost:
         self._is_told = True
         if is_same:
             self._truncated = self._first = None
-            finals = [self._observations.nest([column[row] for column in seen]) for row in range(self._rows)]
+            finals = [self._observations.nest([column[row] for column in seen]) for row in range(self._num_rows)]
             return {
                 **infos,
                 **told,
-                **_with_masks({"final_obs": _as_objects(finals), "final_info": {"worker_lost": rows}}, self._rows),
+                **_with_masks({"final_obs": _as_objects(finals), "final_info": {"worker_lost": rows}}, self._num_rows),
             }
         if not rows.all() and mode is AutoresetMode.NEXT_STEP:
             # A vector environment steps as a whole: the next step is a true one, and shows those whose episodes were
@@ -252,24 +226,24 @@ class VectorHost:
         return told
 
     def _truncate_all(self) -> Infos:
-        """Take all episodes for truncated after an exception; by the autoreset mode, begin new ones."""
+        """Treat all episodes as truncated after an exception; by the autoreset mode, begin new ones."""
         leaves = [_copied(column) for column in self._shown]
         text = self._budget.text
-        self._seeds = [None] * self._rows
+        self._seeds = [None] * self._num_rows
         infos: Infos = {}
-        if self._assignment.autoreset_mode is AutoresetMode.SAME_STEP:
-            rows = [self._observations.nest([leaf[row] for leaf in leaves]) for row in range(self._rows)]
+        if self._mode is AutoresetMode.SAME_STEP:
+            rows = [self._observations.nest([leaf[row] for leaf in leaves]) for row in range(self._num_rows)]
             errors = list(self.errors)
             infos = self.reset(self._buffer, self._seeds, None, None)
             self.errors[:0] = errors
-            infos |= _with_masks({"final_obs": _as_objects(rows), "final_info": {"env_error": text}}, self._rows)
+            infos |= _with_masks({"final_obs": _as_objects(rows), "final_info": {"env_error": text}}, self._num_rows)
         else:
             self._put_columns(leaves)
-            self._truncated = np.ones(self._rows, np.bool_)
+            self._truncated = np.ones(self._num_rows, np.bool_)
         self.buffers.rewards[:] = 0.0
         self.buffers.terminations[:] = False
         self.buffers.truncations[:] = True
-        return infos | _with_masks({"env_error": text}, self._rows)
+        return infos | _with_masks({"env_error": text}, self._num_rows)
 
     def _remake(self) -> None:
         try:
@@ -282,15 +256,13 @@ class VectorHost:
             self.set_attr(name, values)
 
     def _turn_to(self, buffer: int) -> None:
-        """Fill this one of the two step buffers from now on; the other keeps what was filled last."""
         self._shown = self._columns()
         if buffer != self._buffer:  # Else it may be a rollout that is filled.
             self.buffers = self._pair[buffer]
             self._targets = self.buffers.observations
             self._buffer = buffer
 
-    def _restore(self) -> None:
-        """Show once more what was shown last: a step has failed, or is not to be made."""
+    def _show_last(self) -> None:
         self._put_columns(self._shown)
         if self._targets is self.buffers.observations:  # Not in a rollout, whose flags are its own.
             other = self._pair[1 - self._buffer]
@@ -313,7 +285,7 @@ class VectorHost:
         first = seeds[0]
         if all(seed is None for seed in seeds):
             return None
-        if first is not None and list(seeds) == list(range(first, first + self._rows)):
+        if first is not None and list(seeds) == list(range(first, first + self._num_rows)):
             return first
         return list(seeds)
 

@@ -72,7 +72,7 @@ def _ask(question: Callable[[], str], limit: int) -> str:
             return ""
         return _shorten(answer, limit).encode(errors="backslashreplace").decode()
     except BaseException as error:  # noqa: BLE001 - a user's __str__ may raise anything
-        return f"<it cannot be shown: that raises {type.__repr__(type(error))}>"
+        return f"<cannot be shown: that raises {type.__repr__(type(error))}>"
 
 
 def _shorten(text: str, limit: int) -> str:

@@ -1,0 +1,224 @@
+"""Acting: the policies beside the environments: adopt one, measure how far it is behind, let it make rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import cloudpickle
+import numpy as np
+from numpy.typing import NDArray
+
+from clusterenv.errors import PolicyError, WireError
+from clusterenv.head.calls import Destination
+from clusterenv.head.failure import naming
+from clusterenv.head.infos import checked_dict, expect
+from clusterenv.head.outcome import Collection
+from clusterenv.head.pending import PendingCall
+from clusterenv.head.worker import Worker
+from clusterenv.head.workers import Workers
+from clusterenv.policy.policy import Policy
+from clusterenv.policy.sketch import Measurement, Sketch
+from clusterenv.policy.weights import WeightsSpec
+from clusterenv.wire import messages, values
+from clusterenv.wire.arrays import allocate, shared_allocator, size_of
+from clusterenv.wire.buffers import RolloutBuffers, RolloutLayout, check_specs
+from clusterenv.wire.messages import ArraySpec, Reply
+from clusterenv.wire.shared import SharedMemory
+from clusterenv.wire.zeromq import Frames, cut
+
+
+@dataclass(eq=False, repr=False)
+class _Weights:
+    """Where a version's weights lie for all workers to read: shared memory, or a block to send."""
+
+    memory: SharedMemory | None
+    block: NDArray[Any]
+
+    @cached_property
+    def frames(self) -> Frames:
+        """The block for those who do not share memory, cut once for all of them."""
+        return cut(self.block)
+
+
+class Acting(Workers):
+    """Workers that hold a policy, which chooses actions there: what `Versions` and `Rollouts` build upon.
+
+    Attributes:
+        rollout_layout: What rollouts look like, once a policy was adopted.
+    """
+
+    rollout_layout: RolloutLayout | None = None
+    _weights: _Weights | None = None
+    _rollout: tuple[int, SharedMemory | None, RolloutBuffers] | None = None
+
+    def adopt(
+        self, policy: Policy, spec: WeightsSpec, version: int, num_probes: int, arguments: Mapping[str, Any]
+    ) -> None:
+        """Send every worker the policy's structure and weights, and learn what it returns besides actions.
+
+        Raises:
+            PolicyError: The policy cannot be sent, or does not return the same on all workers.
+        """
+        try:
+            code = cloudpickle.dumps((policy, spec))
+        except Exception as error:
+            raise PolicyError(f"The agent cannot be sent to workers: {type(error).__name__}: {error}.") from error
+        self.settle()
+        self.preparation.adoption = None  # Should this fail halfway, no worker is trusted to hold any policy.
+        if self._weights is not None:
+            self.memories.unshare(self._weights.memory)
+        if self._rollout is not None:
+            self.memories.unshare(self._rollout[1])
+        self._weights = self._rollout = None
+        memory = self.memories.share(spec.size_bytes) if self.shares_memory else None
+        target = None if memory is None else np.frombuffer(memory.memory, np.uint8, spec.size_bytes)
+        self._weights = weights = _Weights(memory, spec.encode(policy.weights(), target))
+        offer = None if memory is None else memory.offer
+        pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
+        adoption = partial(messages.Adopt, code=code, weights=offer, num_probes=num_probes, arguments=pickled)
+        pending = self._start(
+            PendingCall(
+                self.calls,
+                lambda call, worker, buffer: adoption(call=call, version=version),
+                arrays=lambda worker: weights.frames,
+                asks_newcomers=True,
+            )
+        )
+        self.finish(pending)
+        self.preparation.adoption = adoption
+        schemas: dict[Worker, tuple[tuple[ArraySpec, ...], tuple[ArraySpec, ...]]] = {}
+        for worker, reply in pending.in_order():
+            with naming(worker):
+                adopted = expect(messages.Adopted, reply)
+                check_specs([*adopted.extras, *adopted.states])
+                schemas[worker] = tuple(adopted.extras), tuple(adopted.states)
+        first, (extras, states) = next(iter(schemas.items()))
+        for worker, schema in schemas.items():
+            if schema != (extras, states):
+                raise PolicyError(
+                    f"The policy returns different extras or states on different workers: worker {first.index} "
+                    f"{repr((extras, states))[:300]}, worker {worker.index} {repr(schema)[:300]}."
+                )
+        self.rollout_layout = RolloutLayout(self.action_layout, self.observation_layout, extras, states)
+
+    def forget_policy(self) -> None:
+        """Do not trust any worker to hold a policy."""
+        self.preparation.adoption = None
+
+    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]]) -> None:
+        """Encode the newest weights once, for all workers that will be told to take them."""
+        assert self._weights is not None, "a policy was adopted"
+        if self._weights.memory is None:
+            # A new block: the socket may still be sending the old one.
+            self._weights = _Weights(None, spec.encode(weights))
+        else:
+            spec.encode(weights, self._weights.block)
+            self._weights = _Weights(self._weights.memory, self._weights.block)
+
+    def measure(self, sketches: Mapping[Worker, tuple[int, Sketch]]) -> dict[Worker, Measurement]:
+        """Let workers compare their policy with a sketch of the newest, on the probes of a rollout of this number."""
+
+        def ask(call: int, worker: Worker, _buffer: int) -> messages.Measure:
+            number, sketch = sketches[worker]
+            return messages.Measure(call, number, sketch.version, sketch.family, values.dumps(sketch.arrays))
+
+        self.settle()
+        pending = self._start(PendingCall(self.calls, ask, asks_again=False), list(sketches))
+        self.finish(pending)
+        measurements = {}
+        for worker, reply in pending.in_order():
+            with naming(worker):
+                measured = expect(messages.Measured, reply)
+            measurements[worker] = Measurement(measured.divergence, measured.standard_error)
+        return measurements
+
+    def collect(
+        self, num_steps: int, number: int, version: int, pulls: set[Worker], arguments: Mapping[str, Any]
+    ) -> Collection:
+        """Let every worker make its part of a rollout, and wait for it.
+
+        Args:
+            num_steps: How long.
+            number: Of the rollout: with it, head and worker choose the same probes.
+            version: Of the weights that `load` encoded last.
+            pulls: Which workers take them.
+            arguments: Per-call values for the policy.
+
+        Returns:
+            The buffers, which the next rollout will overwrite, and each shard's summary.
+        """
+        self.settle()
+        memory, buffers = self._rollout_buffers(num_steps)
+        offer = None if memory is None else memory.offer
+        pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
+        pending = self._start(
+            PendingCall(
+                self.calls,
+                lambda call, w, _: messages.Collect(
+                    call, number, num_steps, version if w in pulls else None, pickled, offer
+                ),
+                arrays=lambda worker: self._weights_for(worker, pulls),
+                destination=lambda w, _: self.rollout_destination(w, buffers.columns(w.start, w.stop)),
+            )
+        )
+        self.finish(pending)
+        summaries: list[Mapping[str, Any]] = []
+        busy_s: list[float] = []
+        for worker, reply in pending.in_order():
+            with naming(worker):
+                collected = expect(messages.Collected, reply)
+                summaries.append(checked_dict(values.loads(collected.summary)))
+            if worker.mailbox is None:
+                self.note_last_step(worker, buffers.columns(worker.start, worker.stop))
+            busy_s.append(collected.busy_s)
+        return Collection(buffers, summaries, busy_s)
+
+    def note_last_step(self, worker: Worker, columns: RolloutBuffers) -> None:
+        """Keep what a rollout ended with as what the learner saw last, where its worker does not write that here."""
+        rows = worker.buffers[worker.shown]
+        for row, column in zip(rows.observations, columns.observations, strict=True):
+            assert row is not None, "rollouts have leaves of fixed size only"
+            row[...] = column[-1]
+        rows.terminations[:] = columns.terminations[-1]
+        rows.truncations[:] = columns.truncations[-1]
+
+    def rollout_destination(self, worker: Worker, columns: RolloutBuffers) -> Destination:
+        """Return where the parts of a rollout go, one after another."""
+        num_steps = len(columns.rewards)
+
+        def destination(reply: Reply, done: int) -> Sequence[NDArray[Any]]:
+            if isinstance(reply, messages.Failed):
+                return worker.buffers[worker.shown].results
+            if not isinstance(reply, messages.Collected | messages.Part):
+                return ()
+            stop = num_steps if isinstance(reply, messages.Collected) else reply.first + reply.count
+            if reply.first != done or not reply.first < stop <= num_steps:
+                raise WireError(f"steps {reply.first} to {stop} of {num_steps} come after {done}")
+            return list(columns.steps(reply.first, stop).arrays())
+
+        return destination
+
+    def _weights_for(self, worker: Worker, pulls: set[Worker]) -> Sequence[Any]:
+        """Return the weights as a worker gets them with a message, if it shares no memory."""
+        assert self._weights is not None, "a policy was adopted"
+        return self._weights.frames if worker in pulls else ()
+
+    def _rollout_buffers(self, num_steps: int) -> tuple[SharedMemory | None, RolloutBuffers]:
+        layout = self.rollout_layout
+        assert layout is not None, "a policy was adopted"
+        if self._rollout is None or self._rollout[0] != num_steps:
+            if self._rollout is not None:
+                self.memories.unshare(self._rollout[1])
+            if self.shares_memory:
+                memory = self.memories.share(size_of(lambda make: layout.make(num_steps, self.num_envs, make)))
+                self._rollout = (
+                    num_steps,
+                    memory,
+                    layout.make(num_steps, self.num_envs, shared_allocator(memory.memory)),
+                )
+            else:
+                self._rollout = num_steps, None, layout.make(num_steps, self.num_envs, allocate)
+        return self._rollout[1], self._rollout[2]

@@ -1,0 +1,175 @@
+"""Preparation: what a worker that has joined is given, stage by stage, until it can take part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import cloudpickle
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.head.calls import Calls, Destination, no_arrays
+from clusterenv.head.infos import StepReader, checked_dict, expect
+from clusterenv.head.pending import Make, step_destination
+from clusterenv.head.worker import Stage, Worker
+from clusterenv.wire import messages, values
+from clusterenv.wire.assignment import RunSpaces
+from clusterenv.wire.messages import Reply, Request
+from clusterenv.wire.shared import MAILBOX_BYTES, HeadMailbox, SharedMemories, SharedMemory, WorkerProcess
+from clusterenv.wire.zeromq import Frames
+
+log = logging.getLogger(__name__)
+
+
+class PreparationRequest(NamedTuple):
+    """One of the requests of a stage.
+
+    Attributes:
+        make: Makes it from the call's number.
+        accept: Takes the answer, unless that is `Failed`; may raise WireError.
+        destination: Where arrays that come with the answer go.
+        arrays: What goes with the request.
+    """
+
+    make: Callable[[int], Request]
+    accept: Callable[[Reply], object]
+    destination: Destination = no_arrays
+    arrays: Sequence[Any] = ()
+
+
+class Preparation:
+    """Knows what the workers of a run have been given, and so what one that takes over is to be given.
+
+    Attributes:
+        attributes: Makes the request for each attribute that was set, in the order in which they were.
+        was_reset: Whether the learner has seen its environments: then a worker that takes over resets its own.
+        adoption: Makes the request to adopt the policy, if there is one.
+        on_adopted: Told of each worker that was given the policy in this way.
+        weights_now: Returns the newest version and its weights, encoded and cut, for such a worker.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        memories: SharedMemories,
+        assignments: Callable[[int], bytes],
+        autoreset_mode: AutoresetMode,
+    ) -> None:
+        """Prepare the workers of one run.
+
+        Args:
+            calls: Of the run; whoever shares memory gets a mailbox there.
+            memories: Where to make these.
+            assignments: A worker's assignment, by the index of its first environment.
+            autoreset_mode: How environments are reset.
+        """
+        self.attributes: dict[str, Make] = {}
+        self.was_reset = False
+        self.adoption: Callable[..., messages.Adopt] | None = None
+        self.on_adopted: Callable[[Worker, int], None] = lambda worker, version: None
+        self.weights_now: Callable[[], tuple[int, Frames]] = lambda: (0, [])
+        self._calls = calls
+        self._memories = memories
+        self._assignments = assignments
+        self._autoreset_mode = autoreset_mode
+
+    def open(self, spaces: RunSpaces, memory: SharedMemory | None, reader: StepReader) -> None:
+        """Note what the stages after the first are about.
+
+        Args:
+            spaces: Of the run.
+            memory: The bell and the step buffers, if they are offered to workers.
+            reader: Reads the answer to a reset.
+        """
+        self._spaces = cloudpickle.dumps(spaces)
+        self._memory = memory
+        self._reader = reader
+
+    def requests(self, worker: Worker, stage: Stage) -> list[PreparationRequest]:
+        """Return what to ask of a worker in a stage."""
+        if stage is Stage.ASSIGN:
+            code = self._assignments(worker.start)
+            return [PreparationRequest(lambda call: messages.Assign(call, code), partial(_note_made, worker))]
+        if stage is Stage.SERVE:
+            return [self._invitation(worker)]
+        if stage is Stage.ADOPT:
+            return self._adoption_of(worker)
+        requests = [
+            PreparationRequest(partial(_numbered, make, worker), partial(expect, messages.Returned))
+            for make in self.attributes.values()
+        ]
+        if self.was_reset:
+            requests.append(self._resumption(worker))
+        return requests
+
+    def _invitation(self, worker: Worker) -> PreparationRequest:
+        """Offer a worker the run's memory, unless its predecessor may still be writing to it."""
+        is_alone = not worker.may_linger and (worker.process is None or worker.process.has_ended)
+        memory = self._memory if is_alone else None
+        if not is_alone and self._memory is not None:
+            log.warning("%s, will not share memory: its predecessor may still be writing to it", worker)
+        if worker.process is not None:
+            worker.process.forget()
+            worker.process = None
+        if memory is None:
+            return PreparationRequest(
+                lambda call: messages.Serve(call, self._spaces, None, None), partial(expect, messages.Ready)
+            )
+        mailbox = self._memories.share(MAILBOX_BYTES)
+        own_side = HeadMailbox(mailbox.memory)  # Its semaphore must be there before the worker waits for it.
+
+        def accept(reply: Reply) -> None:
+            if not expect(messages.Ready, reply).shares_memory:
+                self._memories.unshare(mailbox)
+                return
+            try:
+                worker.process = WorkerProcess(worker.pid or 0, memory)
+            except OSError:
+                worker.may_linger = True
+            worker.mailbox_memory = mailbox
+            self._calls.mailboxes.use(worker, own_side)
+
+        return PreparationRequest(lambda call: messages.Serve(call, self._spaces, memory.offer, mailbox.offer), accept)
+
+    def _resumption(self, worker: Worker) -> PreparationRequest:
+        """Let a worker's environments begin new episodes, in the place of those that the learner has seen."""
+        seeds, shown = list(worker.seeds), worker.shown
+        if not worker.has_served:
+            return PreparationRequest(
+                lambda call: messages.Reset(call, shown, [*seeds], None, None),
+                partial(self._reader.read, worker),
+                step_destination(worker, shown),
+            )
+        rows = worker.buffers[shown]
+        objects = iter(worker.objects or [])
+        seen = values.dumps([next(objects, []) if array is None else array for array in rows.observations])
+        ended = (rows.terminations | rows.truncations).tolist()
+        if self._autoreset_mode is AutoresetMode.SAME_STEP:
+            ended = [False] * worker.num_envs  # The next ones had begun.
+        return PreparationRequest(
+            lambda call: messages.Resume(call, shown, seeds, seen, ended), partial(expect, messages.Returned)
+        )
+
+    def _adoption_of(self, worker: Worker) -> list[PreparationRequest]:
+        adoption = self.adoption
+        if adoption is None:
+            return []
+        version, frames = self.weights_now()
+
+        def accept(reply: Reply) -> None:
+            expect(messages.Adopted, reply)
+            self.on_adopted(worker, version)
+
+        return [PreparationRequest(lambda call: adoption(call=call, version=version), accept, arrays=frames)]
+
+
+def _note_made(worker: Worker, reply: Reply) -> None:
+    description = checked_dict(values.loads(expect(messages.Made, reply).description))
+    if not worker.has_served:
+        worker.description = description
+
+
+def _numbered(make: Make, worker: Worker, call: int) -> Request:
+    return make(call, worker, worker.shown)

@@ -1,0 +1,444 @@
+"""Workers: those of one run: what is under way with them, and what is done when they come, answer or are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+from gymnasium.vector import AutoresetMode
+
+from clusterenv.config import Timeouts
+from clusterenv.errors import CallTimeout, LaunchError, WireError
+from clusterenv.head.calls import Answered, Calls, Gone, Joined, log_of
+from clusterenv.head.failure import failure_of
+from clusterenv.head.infos import StepReader
+from clusterenv.head.outcome import Outcome
+from clusterenv.head.pending import PendingCall, step_destination
+from clusterenv.head.preparation import Preparation
+from clusterenv.head.supervisor import GiveUp, Loss, Prepare, Restart, Supervisor
+from clusterenv.head.worker import StreamWork, Worker, WorkerState
+from clusterenv.launchers.base import Fleet
+from clusterenv.wire.arrays import ArrayMaker, allocate, shared_allocator, size_of
+from clusterenv.wire.assignment import RunSpaces
+from clusterenv.wire.buffers import StepBuffers
+from clusterenv.wire.layout import Layout
+from clusterenv.wire.messages import Cancel, Failed, Reply, Show, Step
+from clusterenv.wire.shared import BELL_BYTES, SharedMemories
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.1
+_REMIND_S = 30.0  # How often to say again what is waited for.
+
+
+class StreamUser(Protocol):
+    """Who must hear of workers that come and go while a stream is open."""
+
+    def on_lost(self, worker: Worker) -> None:
+        """Note that a worker is lost, with what it was asked for."""
+
+    def on_ready(self, worker: Worker) -> None:
+        """Note that a worker can be asked."""
+
+
+class PlainStep:
+    """Stands for a step that all workers make in shared memory, until somebody needs to know more of it."""
+
+
+PLAIN = PlainStep()
+Handle = PendingCall | PlainStep
+
+
+class Workers:
+    """The workers of one run. Whoever asks them for something starts a call, and then `finish`es it.
+
+    Attributes:
+        workers: One record each, in the order of their environments.
+        timeouts: How long to wait.
+        memories: What is shared with those on this machine; `shares_memory` says whether anything is.
+        preparation: What a worker that takes over is given.
+        stream: The stream that is open, if any.
+        buffers: The two step buffers, once the spaces are known.
+        read_step: Returns what one worker's step or reset brought; errors by its own rows.
+    """
+
+    buffers: tuple[StepBuffers, StepBuffers]
+
+    def __init__(
+        self,
+        calls: Calls,
+        fleet: Fleet,
+        workers: list[Worker],
+        supervisor: Supervisor,
+        timeouts: Timeouts,
+        *,
+        assignments: Callable[[int], bytes],
+        autoreset_mode: AutoresetMode,
+        shares_memory: bool,
+    ) -> None:
+        """Take charge of workers that were started.
+
+        Args:
+            calls: To them.
+            fleet: What their launcher returned.
+            workers: Their records.
+            supervisor: Decides what is to be done for them.
+            timeouts: How long to wait.
+            assignments: A worker's assignment, by the index of its first environment.
+            autoreset_mode: How environments are reset.
+            shares_memory: Whether to offer shared memory; a worker that cannot reach it uses the socket.
+        """
+        self.calls = calls
+        self.workers = workers
+        self.supervisor = supervisor
+        self.timeouts = timeouts
+        self.memories = SharedMemories(calls.deferred)
+        self.preparation = Preparation(calls, self.memories, assignments, autoreset_mode)
+        self.stream: StreamUser | None = None
+        self.shares_memory = shares_memory
+        self.num_envs = workers[-1].stop
+        self.fleet = fleet
+        self._owner_pid = os.getpid()
+        self._under_way: list[PendingCall] = []
+        self._waits_for_late = True
+        self._is_uneven = False  # Whether workers may show different ones of the two step buffers.
+        self._plain_buffer = 0  # What a plain step that is under way fills.
+
+    def open(self, spaces: RunSpaces) -> None:
+        """Lay out the buffers; from now on workers are prepared to use them."""
+        layouts = Layout(spaces.action_space), Layout(spaces.observation_space)
+        self.action_layout, self.observation_layout = layouts
+
+        def make_buffers(make: ArrayMaker) -> tuple[StepBuffers, StepBuffers]:
+            return StepBuffers.make_pair(*layouts, self.num_envs, make)
+
+        memory = None
+        if self.shares_memory:
+            memory = self.memories.share(BELL_BYTES + size_of(make_buffers))
+            self.buffers = make_buffers(shared_allocator(memory.memory[BELL_BYTES:]))
+            self.calls.mailboxes.share(memory)
+        else:
+            self.buffers = make_buffers(allocate)
+        first, second = self.buffers
+        for worker in self.workers:
+            worker.rows = first.rows(worker.start, worker.stop), second.rows(worker.start, worker.stop)
+        self._reader = StepReader(self.workers, first)
+        self.read_step = self._reader.read
+        # A step with the actions in the buffers. A partial: to make one costs no more than the class itself.
+        self._make_step = partial(
+            PendingCall,
+            self.calls,
+            lambda call, _worker, buffer: Step(call, buffer, None),
+            arrays=lambda worker: worker.buffers[0].actions,
+            destination=step_destination,
+            fills=True,
+            is_same=True,
+            read=self._reader.read_all,
+        )
+        self.preparation.open(spaces, memory, self._reader)
+        self.supervisor.is_open = True
+
+    @property
+    def losses(self) -> list[Loss]:
+        """The workers that were lost, and replaced."""
+        return self.supervisor.losses
+
+    @property
+    def newest(self) -> StepBuffers:
+        """The step buffers that hold what the learner sees now."""
+        return self.buffers[self.workers[0].shown]
+
+    @property
+    def deferred(self) -> contextlib.AbstractContextManager[None]:
+        """Defers Ctrl-C until the end of a block."""
+        return self.calls.deferred
+
+    @contextlib.contextmanager
+    def without_late(self) -> Iterator[None]:
+        """Do not wait for workers that have not come yet: what is asked within is asked of the others."""
+        self._waits_for_late = False
+        try:
+            yield
+        finally:
+            self._waits_for_late = True
+
+    def finish(self, handle: Handle, timeout_s: float | None = None) -> Outcome:
+        """Wait for a call, and return what it brought.
+
+        Raises:
+            CallTimeout: A worker has not answered in time; `finish` may be called again.
+            WorkerLost: A worker is lost, and not replaced.
+            WorkerFailed: An environment or policy raised.
+        """
+        if isinstance(handle, PlainStep):
+            mailboxes = self.calls.mailboxes.all
+            if mailboxes is not None and mailboxes.woken:
+                started_at = time.monotonic()
+                if mailboxes.wait(WAIT_S if timeout_s is None else min(WAIT_S, timeout_s)):
+                    generations = mailboxes.find_plain(self.calls.last_call)
+                    if generations is not None:
+                        for worker in self.workers:
+                            worker.shown = self._plain_buffer
+                        mailboxes.woken.clear()
+                        return Outcome(self._reader.read_plain(generations), [], [], [])
+                    self.calls.mailboxes.has_rung = True
+                self._note_plain(started_at)
+            handle = self._under_way[-1]
+        self.wait_for(handle, timeout_s)
+        if handle.failed:
+            raise failure_of(*min(handle.failed, key=lambda item: item[0].index))
+        return handle.read(handle.in_order())
+
+    def wait_for(self, pending: PendingCall, timeout_s: float | None = None) -> None:
+        """Wait until a call is answered; then it is not under way any more.
+
+        Raises:
+            CallTimeout: A worker has not answered in time; it may be waited for again.
+            WorkerLost: A worker is lost, and not replaced.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        watch = None
+        while pending.waiting:
+            self.raise_fatal(pending.waiting)
+            left = WAIT_S if deadline is None else deadline - time.monotonic()
+            if left <= 0 and timeout_s is not None:
+                self.advance(0.0)
+                if pending.waiting:
+                    raise self._timeout(list(pending.waiting), timeout_s)
+                break
+            self.advance(left)
+            if any(worker.state is WorkerState.LATE for worker in pending.waiting):
+                watch = watch or JoinWatch(self)
+                watch.look()
+        if pending in self._under_way:
+            self._under_way.remove(pending)
+
+    def advance(self, timeout_s: float) -> bool:
+        """Process events: take what comes, and do what the supervisor decides; for a moment at most.
+
+        Returns:
+            Whether anything came.
+        """
+        with self.calls.deferred:
+            events = self.calls.poll(timeout_s)
+            for event in events:
+                worker = event.worker
+                if isinstance(event, Joined):
+                    self.supervisor.joined(worker, time.monotonic())
+                elif worker.state is WorkerState.LOST:
+                    continue  # It was given up for what it sent before.
+                elif isinstance(event, Gone):
+                    self._lose(worker, event.reason)
+                else:
+                    self._accept(event)
+            for action in self.supervisor.advance(time.monotonic()):
+                if isinstance(action, Restart):
+                    self._restart(action.worker)
+                elif isinstance(action, GiveUp):
+                    self._lose(action.worker, f"{action.reason}. {log_of(self.fleet, action.worker)}")
+                else:
+                    self._prepare(action)
+        return bool(events)
+
+    def settle(self) -> None:
+        """Come to rest: wait for calls that were abandoned, cancel rollouts that were asked for ahead."""
+        mailboxes = self.calls.mailboxes.all
+        if mailboxes is not None and mailboxes.woken:
+            self._note_plain(time.monotonic())
+        if self._under_way or self.stream is not None:
+            if any(worker.is_ready for pending in self._under_way for worker in pending.waiting):
+                log.warning("waiting for an interrupted call to finish before the next one")
+            for pending in self._under_way:
+                pending.abandon()
+            for worker in self.workers:
+                if worker.is_ready and worker.stream.asked and not any(owed.cancels for owed in worker.owed):
+                    call = self.calls.next_number()
+                    self.calls.send(worker, Cancel(call), call, _forget_asked, cancels=True)
+            while any(worker.is_ready and worker.owed for worker in self.workers):
+                self.advance(WAIT_S)
+            with self.calls.deferred:
+                self._under_way.clear()
+                self.stream = None
+                for worker in self.workers:
+                    work, worker.stream = worker.stream, StreamWork()
+                    for slot in work.free:
+                        self.memories.unshare(slot.memory)
+        if len({worker.shown for worker in self.workers}) > 1:
+            self._even_out()
+        self._is_uneven = False
+
+    def raise_fatal(self, workers: Iterable[Worker]) -> None:
+        """Raise why one of these workers will not be restarted."""
+        for worker in workers:
+            if worker.fatal is not None:
+                raise worker.fatal
+
+    def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
+        """End the workers and let go of the memory. May be called again if it was interrupted."""
+        if self._owner_pid != os.getpid():
+            return  # A forked copy of the head must not end its parent's workers.
+        self.stream = None
+        self._under_way.clear()
+        self.calls.close(timeout_s, terminate=terminate)
+        self.memories.close()
+
+    def _start(self, pending: PendingCall, workers: Sequence[Worker] | None = None) -> PendingCall:
+        """Send a call to these workers, or to all that are waited for."""
+        if workers is None:
+            workers = [worker for worker in self.workers if self._waits_for_late or worker.has_served]
+        self.raise_fatal(workers)
+        self._under_way.append(pending)
+        try:
+            pending.start(workers)
+        except Exception:
+            self._under_way.remove(pending)  # It could not be made: nothing was sent.
+            raise
+        return pending
+
+    def _note_plain(self, started_at: float) -> None:
+        """Make a plain step one like all others: it takes long, or was answered otherwise."""
+        mailboxes = self.calls.mailboxes.all
+        assert mailboxes is not None, "a plain step was started there"
+        with self.calls.deferred:
+            pending = self._make_step()
+            pending.waiting = dict.fromkeys(self.workers, self._plain_buffer)
+            self._under_way.append(pending)
+            self.calls.note_plain_step(pending.accept, started_at)
+            mailboxes.woken.clear()
+
+    def _accept(self, event: Answered) -> None:
+        worker = event.worker
+        try:
+            event.owed.accept(worker, event.reply)
+        except WireError as error:
+            self._lose(worker, f"it sent a malformed answer: {error}")
+
+    def _lose(self, worker: Worker, reason: str) -> None:
+        worker.num_answers += self.calls.num_plain_steps - worker.num_plain_steps
+        self.calls.strike_off(worker)
+        if self.stream is not None:
+            self.stream.on_lost(worker)
+        for slot in [*worker.stream.free, *(asked.slot for asked in worker.stream.asked)]:
+            self.memories.unshare(slot.memory)
+        worker.stream.free.clear()
+        worker.stream.asked.clear()
+        worker.stream.is_comparing, worker.stream.num_loads = False, 0
+        self.memories.unshare(worker.mailbox_memory)
+        worker.mailbox_memory = None
+        self.supervisor.lost(worker, reason, time.monotonic())
+
+    def _restart(self, worker: Worker) -> None:
+        if worker.place.key is not None:
+            return  # It has come back, or is about to.
+        try:
+            self.fleet.restart(worker.index)
+        except LaunchError as error:
+            self._lose(worker, f"it cannot be started again: {error}")
+
+    def _prepare(self, action: Prepare) -> None:
+        """Send a worker what its stage is about."""
+        worker = action.worker
+        requests = self.preparation.requests(worker, action.stage)
+        left = len(requests)
+
+        def on_reply(accept: Callable[[Reply], object], _worker: Worker, reply: Reply) -> None:
+            nonlocal left
+            if isinstance(reply, Failed):
+                self._note_failed_preparation(worker, reply)
+                return
+            accept(reply)
+            left -= 1
+            if not left:
+                self._note_prepared(worker)
+
+        for make, accept, destination, arrays in requests:
+            call = self.calls.next_number()
+            self.calls.send(worker, make(call), call, partial(on_reply, accept), destination=destination, arrays=arrays)
+        if not requests:
+            self._note_prepared(worker)
+
+    def _note_prepared(self, worker: Worker) -> None:
+        self.supervisor.prepared(worker, time.monotonic())
+        if worker.is_ready:
+            worker.num_plain_steps = self.calls.num_plain_steps
+            for pending in self._under_way:
+                pending.ask_again(worker)
+            if self.stream is not None:
+                self.stream.on_ready(worker)
+
+    def _note_failed_preparation(self, worker: Worker, failed: Failed) -> None:
+        failure = failure_of(worker, failed)
+        if worker.has_served or worker.lost_at is not None:
+            self._lose(worker, f"its replacement could not be prepared: {failure}")
+        else:
+            self.calls.strike_off(worker)
+            self.supervisor.failed(worker, failure)
+
+    def _even_out(self) -> None:
+        """Let all workers show the same one of the two step buffers again."""
+        wanted = self.workers[0].shown
+        odd = [worker for worker in self.workers if worker.shown != wanted]
+        for worker in odd:
+            if worker.fatal is not None or not worker.has_served:  # There is nobody to ask.
+                worker.buffers[wanted].copy_from(worker.buffers[worker.shown])
+                worker.shown = wanted
+        asked = [worker for worker in odd if worker.shown != wanted]
+        if asked:
+            show = PendingCall(
+                self.calls,
+                lambda call, worker, buffer: Show(call, buffer),
+                destination=step_destination,
+                fills=True,
+            )
+            self.wait_for(self._start(show, asked))
+
+    def _timeout(self, missing: Sequence[Worker], timeout_s: float) -> CallTimeout:
+        return CallTimeout(
+            f"No answer within {timeout_s:g} s from {'; '.join(str(worker) for worker in missing)}. "
+            "It may be slow or hang; the call is still pending, and may be waited for again. "
+            f"{log_of(self.fleet, missing[0])}"
+        )
+
+
+class JoinWatch:
+    """Says now and then what workers that have not joined wait for, and does not let that last too long."""
+
+    def __init__(self, remote: Workers) -> None:
+        self._remote = remote
+        self._started_at = self._said_at = time.monotonic()
+        self._said = ""
+
+    def look(self) -> None:
+        """Log what is waited for, if there is anything new to say.
+
+        Raises:
+            LaunchError: It took too long.
+        """
+        remote = self._remote
+        missing = [worker for worker in remote.workers if worker.state in (WorkerState.STARTING, WorkerState.LATE)]
+        if not missing:
+            return
+        now, status, join_s = time.monotonic(), remote.fleet.status(), remote.timeouts.join_s
+        if status and (status != self._said or now - self._said_at > _REMIND_S):
+            self._said, self._said_at = status, now
+            log.warning("waiting for %d of %d workers: %s", len(missing), len(remote.workers), status)
+        if now - self._started_at > join_s:
+            names = ", ".join(str(worker.index) for worker in missing)
+            raise LaunchError(
+                f"Only {len(remote.workers) - len(missing)} of {len(remote.workers)} workers joined within "
+                f"{join_s:g} s. Missing: {names}. {f'{status}. ' if status else ''}"
+                f"{log_of(remote.fleet, missing[0])} Workers must reach {remote.calls.endpoint}; if that address is "
+                "not routable from them, pass ClusterEnv(network=Network(listen=..., advertise=...)). "
+                "Timeouts(join_s=...) gives them longer."
+            )
+
+
+def _forget_asked(worker: Worker, _reply: Reply) -> None:
+    """Note that a worker will not make the rollouts it was asked for and had not begun."""
+    worker.stream.free += [asked.slot for asked in worker.stream.asked]
+    worker.stream.asked.clear()
