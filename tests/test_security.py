@@ -236,14 +236,14 @@ def test_a_key_that_is_registered_is_known_until_it_is_revoked() -> None:
         stack.callback(worker.close)
         worker.send([b"register"])
         peer, _ = listen(head)
-        assert head.key_of(peer) == head.ticket.public_key
+        assert head.find_peer(peer).key == head.ticket.public_key
         own = Keys.make()
         keys.add(own.public)
         worker.use(own)
         worker.send([b"join"])
         second, word = listen(head)
         assert (word, second != peer) == (b"join", True)
-        assert head.key_of(second) == own.public
+        assert head.find_peer(second).key == own.public
         keys.clear()
         late = WorkerSocket(head.ticket)
         stack.callback(late.close)

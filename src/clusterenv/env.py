@@ -148,6 +148,7 @@ class ClusterEnv(BackedVectorEnv):
                 faults=faults,
                 network=network,
                 timeouts=timeouts,
+                on_start=self._end_with,
             )
         self._serve(backend, sample)
         layouts = self._action_layout, self._observation_layout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 from types import TracebackType
 
@@ -15,6 +17,7 @@ class Ownership:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()
+        self._thread: int | None = None
 
     @property
     def is_here(self) -> bool:
@@ -28,13 +31,25 @@ class Ownership:
                 f"{os.getpid()}): two processes cannot share one conversation with the workers. Make a ClusterEnv in "
                 "each process."
             )
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False) and not self._take_over():
             raise ConcurrentUse(
                 "Another thread is in a call on these environments. One at a time may use them: hand them over when "
                 "the call has returned, or make a ClusterEnv per thread."
             )
+        self._thread = threading.get_ident()
+
+    def _take_over(self) -> bool:
+        """Take the lock of a thread that is in no call: Ctrl-C came between taking it and leaving it."""
+        frame = sys._current_frames().get(self._thread or 0)
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").startswith("clusterenv."):
+                return False
+            frame = frame.f_back
+        self._lock = threading.RLock()
+        return self._lock.acquire(blocking=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lock.release()
+        with contextlib.suppress(RuntimeError):  # Another thread has taken it over.
+            self._lock.release()

@@ -7,18 +7,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_SEED_LIMIT = 2**63
+
 
 def spread_seed(seed: int | list[int | None] | None, num_envs: int) -> list[int | None]:
-    """Return one seed an environment: an int s gives environment i the seed s + i."""
+    """Return one seed per environment: an int s gives environment i the seed s + i."""
     if seed is None:
         return [None] * num_envs
     if isinstance(seed, int | np.integer):
-        return [int(seed) + index for index in range(num_envs)]
-    if len(seed) != num_envs:
+        seeds: list[int | None] = [int(seed) + index for index in range(num_envs)]
+    elif len(seed) != num_envs:
         raise ValueError(
             f"If seeds are passed as a list the length must match num_envs={num_envs} but got length={len(seed)}."
         )
-    return [None if item is None else int(item) for item in seed]
+    else:
+        seeds = [None if item is None else int(item) for item in seed]
+    for item in seeds:
+        if item is not None and not -_SEED_LIMIT <= item < _SEED_LIMIT:
+            raise ValueError(f"Seeds must be numbers of 64 bits, so that they can be sent to workers; got {item}.")
+    return seeds
 
 
 def checked_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:

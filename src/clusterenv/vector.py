@@ -38,7 +38,7 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
 
     def _serve(self, backend: Remote | Inline, sample: Sample) -> None:
         """Take charge of a backend, whose environments are like the sample."""
-        self._finalizer = weakref.finalize(self, backend.close)
+        self._end_with(backend)
         self.metadata = {**sample.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = sample.render_mode
         self.single_observation_space = sample.single_observation_space
@@ -52,6 +52,11 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._pending: tuple[str, Any] | None = None  # The call under way: its name, and what the backend knows it by.
         self._was_reset = False
         self._owner = Ownership()
+
+    def _end_with(self, backend: Remote | Inline) -> None:
+        """See to it that a backend is closed when this object is gone, however far it has come."""
+        if "_finalizer" not in vars(self):
+            self._finalizer = weakref.finalize(self, backend.close)
 
     @property  # type: ignore[misc]  # read-only, as SyncVectorEnv has it
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]  # as SyncVectorEnv has it

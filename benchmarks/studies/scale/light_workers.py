@@ -52,6 +52,7 @@ from clusterenv.worker.channel import Channel
 MODULE = "benchmarks.studies.scale.light_workers"
 _LOOK_UP_S = 1.0  # How often to check that the head still lives.
 _SOCKETS_A_WORKER = 4  # A connection, its events, and some to spare.
+_HANG_S = 300.0  # As Timeouts.call_s is by default.
 _SPREAD = 0.25  # Rollouts take this much more or less than asked for: real workers are not in step.
 
 
@@ -82,7 +83,7 @@ class LightWorker:
         self.socket = socket
         self.due: float | None = None
         self.is_done = False
-        self._channel = Channel(socket)
+        self._channel = Channel(socket, _HANG_S)
         self._index = worker_index
         self._keys = Keys.make()
         self._recording = recording

@@ -189,6 +189,10 @@ class Calls:
                 events.append(Gone(worker, f"{reason}. {log_of(self._fleet, worker)}"))
         return events
 
+    def put_back(self, events: Sequence[Event]) -> None:
+        """Return these events again with the next `poll`."""
+        self._early[:0] = events
+
     def strike_off(self, worker: Worker) -> None:
         """Have nothing more to do with a worker that is lost: whatever still comes from it is a stranger's."""
         self.joining.strike_off(worker)
@@ -216,7 +220,7 @@ class Calls:
     def _post(self, worker: Worker, frames: Sequence[Any]) -> None:
         assert worker.peer is not None, "it is here"
         if not self._socket.send(worker.peer, frames):
-            self._liveness.suspect(time.monotonic())
+            self._liveness.suspect(worker, time.monotonic())
 
     def _receive(self, timeout_s: float | None, events: list[Event]) -> None:
         """Take what comes from the socket. What is malformed, or from strangers, is logged and harms nobody."""

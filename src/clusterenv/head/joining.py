@@ -150,6 +150,7 @@ class Joining:
 
     def welcome(self, peer: bytes, join: Join) -> Worker | None:
         """Let a worker in, or tell it why not; returns whom, if anybody has joined by that."""
+        found = self._socket.find_peer(peer)
         if join.protocol != PROTOCOL:
             reason = _other_protocol(join.protocol)
         else:
@@ -160,12 +161,13 @@ class Joining:
         elif (known := self.by_peer.get(peer)) is not None:
             reason = f"it has joined already, as worker {known.index}"
         else:
-            _, reason = self._places.join(join.worker_index, self._socket.key_of(peer))
+            _, reason = self._places.join(join.worker_index, found.key)
         if reason:
             self._refuse(peer, f"a worker (pid {join.pid} on {join.hostname})", reason)
             return None
         worker = self._workers[join.worker_index]
         worker.peer, worker.pid, worker.hostname = peer, join.pid, join.hostname
+        worker.descriptor = found.descriptor
         worker.incarnation += 1
         self.by_peer[peer] = worker
         log.info("%s joined", worker)

@@ -12,6 +12,7 @@ from clusterenv.wire.messages import Ping
 from clusterenv.wire.zeromq import HeadSocket
 
 _SUSPICION_S = 3.0  # After a connection has ended, how long to go on asking whose it was.
+_ASK_EVERY_S = 0.1
 _LAST_WORDS_S = 1.0  # How long the launcher gets to say how a worker ended whose connection has.
 
 
@@ -23,11 +24,12 @@ class Liveness:
         self._workers = workers
         self._fleet = fleet
         self._timeouts = timeouts
-        self._suspicious_until = 0.0
+        self._suspects: dict[Worker, float] = {}  # Until when to go on asking.
+        self._asked_at = 0.0
 
-    def suspect(self, now: float) -> None:
-        """Note that somebody may have gone."""
-        self._suspicious_until = now + _SUSPICION_S
+    def suspect(self, worker: Worker, now: float) -> None:
+        """Note that a worker may have gone."""
+        self._suspects[worker] = now + _SUSPICION_S
 
     def look(self, now: float) -> list[tuple[Worker, str]]:
         """Return the workers that are lost, and why."""
@@ -56,15 +58,22 @@ class Liveness:
         return ""
 
     def _find_cut_off(self, now: float) -> None:
-        """Find out whose connection has ended: ZeroMQ says that one has, and then refuses to send to it."""
-        if self._socket.count_hangups():
-            self.suspect(now)
-        if now > self._suspicious_until:
+        """Find out whose connection has ended: ZeroMQ says that one has, and then refuses to send to it.
+
+        Its descriptor may belong to another connection by now, so the worker is asked, and only that one, now and then:
+        messages that a worker does not read add up until ZeroMQ reads nothing from it any more, heartbeats included.
+        """
+        if hangups := self._socket.take_hangups():
+            for worker in self._workers:
+                if worker.peer is not None and worker.descriptor in hangups:
+                    self.suspect(worker, now)
+        if not self._suspects or now - self._asked_at < _ASK_EVERY_S:
             return
-        # Also those that nobody waits for just now: the event is not repeated when somebody does.
-        for worker in self._workers:
-            if worker.peer is None or worker.cut_at is not None:
-                continue
+        self._asked_at = now
+        for worker, until in list(self._suspects.items()):
+            if now > until or worker.peer is None or worker.cut_at is not None:
+                del self._suspects[worker]
             # A worker that shares memory does not read its socket for hours: one more ping must not wait for that.
-            if not self._socket.send(worker.peer, [messages.encode(Ping())], waits=False):
+            elif not self._socket.send(worker.peer, [messages.encode(Ping())], waits=False):
                 worker.cut_at = now
+                del self._suspects[worker]

@@ -125,7 +125,7 @@ class Preparation:
                 self._memories.unshare(mailbox)
                 return
             try:
-                worker.process = WorkerProcess(worker.pid or 0, memory)
+                worker.process = WorkerProcess(worker.pid or 0, mailbox)
             except OSError:
                 worker.may_linger = True
             worker.mailbox_memory = mailbox

@@ -137,11 +137,12 @@ class Stream:
         with self._owner:
             self._versions.notice(self._policy)
             started = time.monotonic()
-            # What came while the learner learned, and no more than that.
-            while self._remote.advance(0.0) and time.monotonic() - started < _CATCH_UP_S:
-                pass
-            self._discard_old()
             try:
+                # What came while the learner learned, and no more than that.
+                while self._remote.advance(0.0) and time.monotonic() - started < _CATCH_UP_S:
+                    pass
+                with self._remote.deferred:
+                    self._discard_old()
                 self._supply()
                 while self._num_ready_envs < self._min_envs:
                     self._remote.raise_fatal(self._remote.workers)

@@ -142,7 +142,7 @@ class Worker:
         objects: The leaves without a fixed size, as the learner saw them last.
 
         incarnation: How many processes have joined in this place.
-        peer: The transport's address; None until it has joined, and when it is lost.
+        peer: The transport's address; None until it has joined, and when it is lost. `descriptor` is its connection's.
         mailbox: None if it shares no memory with the head; `mailbox_memory` is where it lies.
         process: A handle of its process, if it shares memory.
         may_linger: Whether it shares memory, and cannot be seen from here: its successor must not.
@@ -175,6 +175,7 @@ class Worker:
     state: WorkerState = WorkerState.STARTING
     incarnation: int = 0
     peer: bytes | None = None
+    descriptor: int = -1
     pid: int | None = None
     hostname: str = ""
     mailbox: HeadMailbox | None = None

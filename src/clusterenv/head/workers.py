@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.config import Timeouts
 from clusterenv.errors import CallTimeout, LaunchError, WireError
-from clusterenv.head.calls import Answered, Calls, Gone, Joined, log_of
+from clusterenv.head.calls import Answered, Calls, Event, Gone, Joined, log_of
 from clusterenv.head.failure import failure_of
 from clusterenv.head.infos import StepReader
 from clusterenv.head.outcome import Outcome
@@ -226,16 +226,14 @@ class Workers:
         """
         with self.calls.deferred:
             events = self.calls.poll(timeout_s)
-            for event in events:
-                worker = event.worker
-                if isinstance(event, Joined):
-                    self.supervisor.joined(worker, time.monotonic())
-                elif worker.state is WorkerState.LOST:
-                    continue  # It was given up for what it sent before.
-                elif isinstance(event, Gone):
-                    self._lose(worker, event.reason)
-                else:
-                    self._accept(event)
+            num_done = 0
+            try:
+                for event in events:
+                    num_done += 1
+                    self._process(event)
+            except BaseException:
+                self.calls.put_back(events[num_done:])
+                raise
             for action in self.supervisor.advance(time.monotonic()):
                 if isinstance(action, Restart):
                     self._restart(action.worker)
@@ -244,6 +242,17 @@ class Workers:
                 else:
                     self._prepare(action)
         return bool(events)
+
+    def _process(self, event: Event) -> None:
+        worker = event.worker
+        if isinstance(event, Joined):
+            self.supervisor.joined(worker, time.monotonic())
+        elif worker.state is WorkerState.LOST:
+            return  # It was given up for what it sent before.
+        elif isinstance(event, Gone):
+            self._lose(worker, event.reason)
+        else:
+            self._accept(event)
 
     def settle(self) -> None:
         """Come to rest: wait for calls that were abandoned, cancel rollouts that were asked for ahead."""

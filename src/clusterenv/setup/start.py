@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.config import Faults, Network, Timeouts, split_shards, usable_cores
 from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.head.calls import Calls
+from clusterenv.head.interrupts import DeferInterrupt
 from clusterenv.head.remote import Remote
 from clusterenv.head.supervisor import Supervisor
 from clusterenv.head.worker import Worker
@@ -63,6 +64,7 @@ def start_workers(
     faults: Faults,
     network: Network,
     timeouts: Timeouts,
+    on_start: Callable[[Remote], None],
 ) -> tuple[Remote, Sample]:
     """Launch workers and give each its shard; returns when all environments are made.
 
@@ -75,6 +77,7 @@ def start_workers(
         faults: What happens when workers are lost.
         network: How to reach them.
         timeouts: How long to wait for them.
+        on_start: Told of the workers as soon as there are any; from then on it is the caller's to end them.
     """
     if network.transport == "shm" and not semaphore.IS_SUPPORTED:
         raise ConfigError("transport='shm' needs Linux; use 'auto' or 'zmq' here.")
@@ -91,11 +94,13 @@ def start_workers(
     if launcher.queues and timeouts.trial_s:
         check_factory(first, timeouts.trial_s)
     addresses = choose_addresses(network.listen, network.advertise, launcher.route_to)
-    socket = HeadSocket(addresses, timeouts.silence_s)
     workers = [Worker(index, start, stop) for index, (start, stop) in enumerate(shards)]
+    socket: HeadSocket | None = None
     fleet: Fleet | None = None
     remote: Remote | None = None
     try:
+        with DeferInterrupt():
+            socket = HeadSocket(addresses, timeouts.silence_s)
         fleet = launcher.launch(msgspec.structs.replace(socket.ticket, hang_s=timeouts.call_s), num_workers)
         remote = Remote(
             Calls(socket, fleet, workers, timeouts),
@@ -107,6 +112,7 @@ def start_workers(
             autoreset_mode=mode,
             shares_memory=network.transport != "zmq" and semaphore.IS_SUPPORTED,
         )
+        on_start(remote)
         at_least = num_workers if faults.min_workers is None or observation_mode == "different" else faults.min_workers
         _await_workers(remote, lambda worker: worker.description is not None, at_least)
         descriptions = [(w.num_envs, w.description) for w in workers if w.description is not None]
@@ -129,7 +135,8 @@ def start_workers(
         else:
             if fleet is not None:
                 fleet.stop(0.0)
-            socket.close()
+            if socket is not None:
+                socket.close()
         raise
     return remote, sample
 

@@ -206,7 +206,7 @@ class Join(msgspec.Struct, tag=20, frozen=True, array_like=True):
 
     protocol: int
     worker_index: int
-    pid: int
+    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     hostname: Name
     versions: Annotated[dict[Name, Name], Meta(max_length=100)] = {}
 

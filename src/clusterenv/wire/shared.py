@@ -122,7 +122,7 @@ class SharedMemories:
 
 
 class WorkerProcess:
-    """A process on this machine that maps the run's memory, and so is one of the run's workers."""
+    """A process on this machine that maps a worker's mailbox, and so is that worker."""
 
     def __init__(self, pid: int, memory: SharedMemory) -> None:
         """Take a handle of it.
@@ -130,11 +130,13 @@ class WorkerProcess:
         Raises:
             OSError: There is no such process, or it does not map the memory: whoever said so was wrong.
         """
+        if pid == os.getpid():  # It maps the memory, too.
+            raise OSError("this is the head itself")
         self._handle: int | None = os.pidfd_open(pid)
         try:
             with open(f"/proc/{pid}/maps") as maps:
                 if not any(f" {memory.inode} " in line and "/memfd:" in line for line in maps):
-                    raise OSError(f"process {pid} does not map this run's memory")
+                    raise OSError(f"process {pid} does not map that memory")
         except OSError:
             self.forget()
             raise

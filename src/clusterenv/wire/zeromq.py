@@ -12,6 +12,8 @@ header ends with the first frame that is shorter than that; how many frames an a
 from __future__ import annotations
 
 import logging
+import signal
+import struct
 from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +46,8 @@ _UNPOLLED = 16  # Messages to take, where there are many, before looking again w
 
 # Plain numbers: to combine members of an enum takes longer than to send.
 _SNDMORE, _DONTWAIT, _EVENTS, _POLLIN = int(zmq.SNDMORE), int(zmq.DONTWAIT), int(zmq.EVENTS), int(zmq.POLLIN)
+_SRCFD = int(zmq.SRCFD)
+_EVENT = struct.Struct("=Hi")  # What a monitor's message begins with: the event, and its descriptor.
 
 Frames = list[zmq.Frame]
 
@@ -107,6 +111,18 @@ def _join_header(frames: Frames) -> Frames:
     return [zmq.Frame(b"".join([frame.buffer for frame in frames[:count]]), copy=False), *frames[count:]]
 
 
+class Peer(NamedTuple):
+    """Somebody who is connected.
+
+    Attributes:
+        key: The public key by which it was let in.
+        descriptor: Of its connection, in this process.
+    """
+
+    key: str
+    descriptor: int
+
+
 class HeadSocket:
     """Listens for workers; knows them by routing ids that ZeroMQ chooses, so no worker can claim another's.
 
@@ -130,7 +146,7 @@ class HeadSocket:
         """
         head, opening = Keys.make(), Keys.make()
         self.authorised: Container[str] = frozenset()
-        self._keys_of_peers: dict[bytes, str] = {}
+        self._peers: dict[bytes, Peer] = {}
         self._begun: tuple[bytes, Frames] | None = None  # A message of which more frames are to be read.
         self._is_excessive = False
         self._context = zmq.Context()
@@ -149,7 +165,7 @@ class HeadSocket:
         self._socket.curve_publickey = head.public.encode()
         self._socket.curve_secretkey = head.secret.encode()
         self._socket.zap_domain = b"clusterenv"
-        self._hangups = 0
+        self._hangups: set[int] = set()
         self._unpolled = _UNPOLLED
         self._events = self._context.socket(zmq.PAIR)
         self._events.linger = 0
@@ -224,11 +240,11 @@ class HeadSocket:
         self._unpolled = _UNPOLLED
         return None
 
-    def count_hangups(self) -> int:
-        """Return how many connections have ended since the last time; ZeroMQ does not say whose."""
+    def take_hangups(self) -> set[int]:
+        """Return the descriptors of connections that have ended since the last time; others may have them by now."""
         self._read_events()
-        count, self._hangups = self._hangups, 0
-        return count
+        hangups, self._hangups = self._hangups, set()
+        return hangups
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close, giving what was sent last this long to leave. May be called again, even if it was interrupted."""
@@ -239,11 +255,16 @@ class HeadSocket:
         self._zap.close(linger=0)
         if self._local_endpoint is not None:
             remove_endpoint(self._local_endpoint)
-        self._context.term()
+        # Without signals: pyzmq forgets a context whose end was interrupted, with its threads and descriptors.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self._context.term()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
-    def key_of(self, peer: bytes) -> str:
-        """Return the public key by which the sender of the last message was let in."""
-        return self._keys_of_peers.get(peer, "")
+    def find_peer(self, peer: bytes) -> Peer:
+        """Return what is known of the sender of the last message."""
+        return self._peers.get(peer, Peer("", -1))
 
     def _bind(self, listen: Address, advertise: Address) -> str:
         self._socket.ipv6 = ":" in listen.host
@@ -278,7 +299,7 @@ class HeadSocket:
             frame = self._socket.recv(copy=False)
             frames.append(frame)
             if not frame.more:
-                self._note_key(peer, frame)
+                self._note_peer(peer, frame)
                 is_excessive = self._is_excessive or len(frames) > _MAX_FRAMES
                 self._begun, self._is_excessive = None, False
                 return peer, [] if is_excessive else _join_header(frames)
@@ -288,18 +309,18 @@ class HeadSocket:
         self._unpolled = _UNPOLLED  # The next look is at others.
         return None
 
-    def _note_key(self, peer: bytes, frame: zmq.Frame) -> None:
-        if peer not in self._keys_of_peers:
-            if len(self._keys_of_peers) >= _MANY_PEERS:
-                self._keys_of_peers.clear()  # Nothing is lost: with the next message of a peer its key comes again.
-            self._keys_of_peers[peer] = str(frame.get("User-Id"))
+    def _note_peer(self, peer: bytes, frame: zmq.Frame) -> None:
+        if peer not in self._peers:
+            if len(self._peers) >= _MANY_PEERS:
+                self._peers.clear()  # Nothing is lost: with the next message of a peer it comes again.
+            self._peers[peer] = Peer(str(frame.get("User-Id")), int(frame.get(_SRCFD)))
 
     def _read_events(self) -> None:
         for _ in range(_ENOUGH_EVENTS):
             if not self._events.poll(0):
                 return
-            self._events.recv_multipart()
-            self._hangups += 1
+            _, descriptor = _EVENT.unpack(self._events.recv_multipart()[0])
+            self._hangups.add(descriptor)
 
     def _answer_zap(self) -> None:
         """Let in the ticket's key and those that were registered, and note whose a connection is (RFC 27, ZAP)."""

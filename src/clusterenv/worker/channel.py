@@ -21,7 +21,6 @@ from clusterenv.wire.shared import WorkerMailbox
 from clusterenv.wire.zeromq import WorkerSocket
 
 _ON_ITS_WAY_S = 60.0  # How long a message may take that the head says it has sent.
-_UPKEEP_CALLS = 64  # How often to read the socket where calls come by the mailbox: the head's pings pile up there.
 _PROGRESS_S = 0.5  # How often to tell a head that shares no memory that a long call makes progress.
 
 Message: TypeAlias = tuple[Request, list[memoryview]]
@@ -34,17 +33,23 @@ class Channel:
         weights: The new weights that came with the last request, if any did.
     """
 
-    def __init__(self, socket: WorkerSocket) -> None:
+    def __init__(self, socket: WorkerSocket, hang_s: float) -> None:
+        """Use a socket, until there is a mailbox as well.
+
+        Args:
+            socket: Connected to the head.
+            hang_s: A call in which there is no progress for so long is taken for hung.
+        """
         self.weights: memoryview | None = None
         self._socket = socket
         self._mailbox: WorkerMailbox | None = None
         self._actions: Sequence[NDArray[Any]] = ()
         self._backlog: deque[Message] = deque()  # Came over the socket, and was not begun.
-        self._early: Message | None = None  # Came over the socket, and was not announced in the mailbox when last seen.
         self._num_received = 0  # Of those messages that the head counts in the mailbox.
         self._came_by_mailbox = False
         self._call = 0
-        self._told_at = 0.0
+        self._hang_s = hang_s
+        self._began_at = self._tell_at = 0.0
 
     def use(self, actions: Sequence[NDArray[Any]], mailbox: WorkerMailbox | None) -> None:
         """From now on expect actions in these arrays; with a mailbox all arrays are shared, and calls come by it."""
@@ -58,9 +63,7 @@ class Channel:
         if mailbox is None:
             self._read_socket(0.0 if self._backlog else timeout_s)
         else:
-            if not mailbox.wait(0.0 if self._backlog else timeout_s):
-                self._skip_pings()
-            elif (request := self._look(mailbox)) is not None:
+            if mailbox.wait(0.0 if self._backlog else timeout_s) and (request := self._look(mailbox)) is not None:
                 return request
             if mailbox.is_stopped:
                 return messages.Stop()
@@ -71,7 +74,6 @@ class Channel:
         """Send a reply the way its request came, and arrays with it where they are not shared."""
         mailbox = self._mailbox
         if mailbox is None:
-            self._told_at = time.monotonic()
             self._socket.send([messages.encode(reply), *arrays])
         elif not self._came_by_mailbox:
             self._socket.send([messages.encode(reply)])
@@ -85,8 +87,9 @@ class Channel:
         """Note that a step or reset of the call under way is finished, so that the head does not consider it hung."""
         if self._mailbox is not None:
             self._mailbox.tick()
-        elif (now := time.monotonic()) - self._told_at > _PROGRESS_S:
-            self._told_at = now
+        elif (now := time.monotonic()) > self._tell_at:
+            # Ever more rarely: a learner that is away for long reads none of it, and ZeroMQ keeps only so much.
+            self._tell_at = now + min(max(_PROGRESS_S, (now - self._began_at) / 8), self._hang_s / 4)
             self._socket.send([messages.encode(messages.Progress(self._call))])
 
     def _look(self, mailbox: WorkerMailbox) -> Request | None:
@@ -94,8 +97,6 @@ class Channel:
         found = mailbox.take()
         if isinstance(found, messages.Step):
             self._came_by_mailbox = True
-            if not found.call % _UPKEEP_CALLS:
-                self._skip_pings()
             return found
         if mailbox.is_stopped:
             return messages.Stop()
@@ -118,9 +119,11 @@ class Channel:
     def _read_socket(self, timeout_s: float, *, all_there_is: bool = True) -> bool:
         """Put what came over the socket into the backlog; returns whether anything came."""
         has_come = False
-        while (message := self._next_message(timeout_s)) is not None:
-            request = message[0]
-            self._backlog.append(message)
+        while (frames := self._socket.receive(timeout_s)) is not None:
+            request = messages.decode_request(frames[0].buffer)
+            if isinstance(request, messages.Ping):
+                continue
+            self._backlog.append((request, [frame.buffer for frame in frames[1:]]))
             self._num_received += not isinstance(request, messages.Stop | messages.Refused | messages.Registered)
             has_come, timeout_s = True, 0.0
             # Rollouts of a stream are asked for ahead, and what is more urgent comes behind them. After any other
@@ -128,21 +131,6 @@ class Channel:
             if not all_there_is or not isinstance(request, messages.Collect | messages.Load | messages.Measure):
                 break
         return has_come
-
-    def _next_message(self, timeout_s: float) -> Message | None:
-        """Return what came over the socket, but for pings, which ask whether the connection is still there."""
-        if (early := self._early) is not None:
-            self._early = None
-            return early
-        while (frames := self._socket.receive(timeout_s)) is not None:
-            request = messages.decode_request(frames[0].buffer)
-            if not isinstance(request, messages.Ping):
-                return request, [frame.buffer for frame in frames[1:]]
-        return None
-
-    def _skip_pings(self) -> None:
-        """Read what lies in the socket before anything that is to be dealt with: the mailbox says when that is."""
-        self._early = self._next_message(0.0)
 
     def _take_most_urgent(self) -> Request | None:
         """Return what was asked for first, but rollouts last: new weights, and an end, must not wait behind them."""
@@ -164,6 +152,9 @@ class Channel:
     def _take_arrays(self, request: Request, frames: Sequence[memoryview]) -> None:
         self.weights = None
         self._call = getattr(request, "call", 0)
+        if self._mailbox is None:
+            self._began_at = time.monotonic()
+            self._tell_at = self._began_at + min(_PROGRESS_S, self._hang_s / 4)
         if (
             isinstance(request, messages.Adopt | messages.Collect | messages.Decide | messages.Load)
             and request.version is not None

@@ -52,7 +52,7 @@ def _serve_once(ticket: Ticket, keys: Keys, worker_index: int, leave: Leave, gua
     socket = WorkerSocket(ticket)
     progress = LoopProgress()
     head_watch = HeadWatch(Link(socket.events, ticket), ticket, guardian, progress, socket.end_events)
-    channel = Channel(socket)
+    channel = Channel(socket, ticket.hang_s)
     worker = _Worker(head_watch, progress, channel, worker_index, leave, on_registered=lambda: socket.use(keys))
     try:
         channel.send(messages.Register(messages.PROTOCOL, worker_index, keys.public))

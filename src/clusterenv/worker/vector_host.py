@@ -69,6 +69,7 @@ class VectorHost(Host):
             seeds = self._seeds
         elif mask is None:
             self._seeds = seeds
+        seen = [_copied(column) for column in self._columns()]
         while True:
             try:
                 observations, infos = self._env.reset(seed=self._seed(seeds), options=options)
@@ -79,8 +80,15 @@ class VectorHost(Host):
                     raise
                 self._remake()
         self._tick()
-        self._truncated, self._first, self._is_told, self._beginners = None, None, True, None
-        rows = slice(None) if mask is None else np.array(mask, np.bool_)
+        rows = np.ones(self._num_rows, np.bool_) if mask is None else np.array(mask, np.bool_)
+        untold = None if self._is_told or self._truncated is None else self._truncated & ~rows
+        if untold is not None and untold.any():  # The next step still tells of these.
+            for row in np.flatnonzero(untold):
+                for column, before in zip(self._columns(), seen, strict=True):
+                    column[row] = before[row]
+            self._truncated = untold
+        else:
+            self._truncated, self._first, self._is_told, self._beginners = None, None, True, None
         self.buffers.terminations[rows] = self.buffers.truncations[rows] = False
         return _with_masks(infos, self._num_rows)
 
@@ -173,7 +181,6 @@ class VectorHost(Host):
         self.buffers.truncations[:] = truncations
         if self._beginners is not None:
             self.buffers.rewards[self._beginners] = 0.0
-            self.buffers.terminations[self._beginners] = self.buffers.truncations[self._beginners] = False
             self._beginners = None
         if for_rollout and not (np.any(terminations) or np.any(truncations)):
             return {}  # No episode ends here.
