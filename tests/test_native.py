@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -187,3 +188,10 @@ class TestEnvPool:
             assert_same(after[:2], before[:2])
             assert not (after[2] == before[2]).all()
             assert infos["_elapsed_step"].tolist() == [False, False, True]
+
+
+def test_no_warning_tells_of_a_mode_that_cannot_travel(remote: Backend) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        with ClusterEnv(NativeVector("CartPole-v1"), 4, **remote) as envs:
+            assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP

@@ -69,7 +69,8 @@ def describe_envs(made: Envs) -> dict[str, Any]:
     return {
         "observation_spaces": observation_spaces,
         "action_space": action_space,
-        "metadata": dict(first.metadata),
+        # How episodes begin anew is the run's to say, and an enum would not travel.
+        "metadata": {key: value for key, value in first.metadata.items() if key != "autoreset_mode"},
         "render_mode": first.render_mode,
     }
 
