@@ -10,11 +10,12 @@ import contextlib
 import logging
 import re
 import shutil
+import socket
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from clusterenv.config import split_shards, thread_variables
@@ -50,7 +51,7 @@ done
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SSHLauncher:
     """Starts workers on other machines, through the `ssh` program with your own configuration and keys.
 
@@ -74,6 +75,7 @@ class SSHLauncher:
     """
 
     hosts: Sequence[str] | Mapping[str, int]
+    _: KW_ONLY
     cpus: int | None = None
     python: str = "python3"
     setup: Sequence[str] = ()
@@ -123,7 +125,7 @@ class SSHLauncher:
         """The first host's address, as the ssh configuration gives it.
 
         Raises:
-            LaunchError: There is no ssh here, or it cannot read its configuration.
+            LaunchError: There is no ssh here, it cannot read its configuration, or there is no such host.
         """
         host = next(iter(self.hosts))
         command = [_find_ssh(), *self.ssh_options, "-G", "--", host]
@@ -135,7 +137,10 @@ class SSHLauncher:
             raise LaunchError(f"ssh cannot tell what it knows of {host}: {answer.stderr.strip()}")
         # "hostname gpu1.example.org", one setting a line.
         settings = dict(line.split(" ", 1) for line in answer.stdout.splitlines() if " " in line)
-        return settings.get("hostname", host)
+        address = settings.get("hostname", host)
+        if all(settings.get(name, "none") == "none" for name in ("proxyjump", "proxycommand")):
+            _check_known(host, address)
+        return address
 
     def launch(self, ticket: Ticket, num_workers: int) -> SSHFleet:
         """Start connecting to the hosts and return at once.
@@ -437,6 +442,18 @@ def _run(command: list[str], script: str, log: WorkerLog | None = None) -> subpr
     with contextlib.suppress(BrokenPipeError), client.stdin:  # A client that has ended already says why by its status.
         client.stdin.write(script.encode())
     return client
+
+
+def _check_known(host: str, address: str) -> None:
+    """Raise LaunchError unless a host that ssh is to reach from here has an address."""
+    try:
+        socket.getaddrinfo(address, None)
+    except (socket.gaierror, UnicodeError) as error:  # A name that is no name at all cannot even be looked up.
+        known_as = "" if address == host else f" (HostName {address} in your ssh configuration)"
+        raise LaunchError(
+            f"SSHLauncher.hosts names {host}{known_as}, and no such host is known here: {error}. Look for a typing "
+            "error; it must be a name that `ssh` accepts, of DNS or of your ssh configuration."
+        ) from error
 
 
 def _find_ssh() -> str:

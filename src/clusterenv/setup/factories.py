@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from gymnasium import Env
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
+from clusterenv.config import whole_number
 from clusterenv.errors import ConfigError
+from clusterenv.setup.arguments import check_mapping
 from clusterenv.wire.assignment import EnvFactory, VectorFactory
 
 log = logging.getLogger(__name__)
@@ -87,10 +89,14 @@ def resolve(env: EnvArgument, num_envs: int | None, env_kwargs: dict[str, Any] |
     Raises:
         ConfigError: It is none of the things it may be, or does not go with the other arguments.
     """
-    if num_envs is not None and (not isinstance(num_envs, int) or num_envs < 1):
-        raise ConfigError(f"num_envs must be a positive int, got {num_envs!r}.")
+    if num_envs is not None:
+        num_envs = whole_number("num_envs", num_envs, least=1)
+    check_mapping("env_kwargs", env_kwargs, '{"render_mode": "rgb_array"}')
     if env_kwargs is not None and not isinstance(env, str | EnvSpec):
-        raise ConfigError("env_kwargs goes with an id or a spec; with a factory, put the arguments into it.")
+        raise ConfigError(
+            f"env_kwargs goes with an id or a spec, got {env_kwargs!r} with {env!r}: put the arguments into the "
+            "factory."
+        )
     if isinstance(env, NativeVector):
         return Factories(None, env.make, num_envs or 1, env.spec)
     if isinstance(env, str | EnvSpec):
@@ -102,17 +108,22 @@ def resolve(env: EnvArgument, num_envs: int | None, env_kwargs: dict[str, Any] |
     if callable(env):
         _check_factory(env, 0)
         return Factories([env] * (num_envs or 1), None, num_envs or 1, None)
-    if isinstance(env, str) or not isinstance(env, Sequence) or not env:
+    if isinstance(env, Env | VectorEnv):
+        raise ConfigError(
+            f"env must be what makes environments, not an environment: got {env!r}. Pass its id, or a function that "
+            "makes one, and num_envs: ClusterEnv(lambda: ..., num_envs=8)."
+        )
+    if not isinstance(env, Sequence) or not env:
+        hint = " Make it a list: ClusterEnv(list(...))." if isinstance(env, Iterable) and env else ""
         raise ConfigError(
             "env must be an environment's id, an EnvSpec, a factory, a non-empty sequence of factories or a "
-            f"NativeVector, got {env!r}."
+            f"NativeVector, got {env!r}.{hint}"
         )
     for index, item in enumerate(env):
         _check_factory(item, index)
     if num_envs not in (None, len(env)):
         raise ConfigError(f"num_envs={num_envs}, but {len(env)} factories were given. Leave num_envs out.")
-    plain = [factory for factory in env if not isinstance(factory, str)]
-    return Factories(plain, None, len(env), None)
+    return Factories([factory for factory in env if not isinstance(factory, str)], None, len(env), None)
 
 
 def pickle_code(value: object, what: str) -> bytes:

@@ -29,7 +29,8 @@ def make_env(factory: EnvFactory) -> Env[Any, Any]:
             "that takes their size: ClusterEnv(NativeVector(lambda n: make(n)), num_envs=...)."
         )
     if not isinstance(env, Env):
-        raise ConfigError(f"The factory must return a gymnasium.Env, got {type(env)}.")
+        hint = " If it makes factories, as CleanRL's make_env does, call it: [make_env(i) for i in range(n)]."
+        raise ConfigError(f"The factory must return a gymnasium.Env, got {env!r}.{hint if callable(env) else ''}")
     return env
 
 
