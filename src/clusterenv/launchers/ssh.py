@@ -20,6 +20,7 @@ from pathlib import Path
 
 from clusterenv.config import split_shards, thread_variables
 from clusterenv.errors import ConfigError, LaunchError
+from clusterenv.launchers.follower import Follower
 from clusterenv.launchers.processes import WorkerLog, describe_exit, make_run_dir, uninterrupted, wait_for
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 
@@ -72,6 +73,8 @@ class SSHLauncher:
         connect_timeout_s: How long ssh tries to reach a host.
         log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. By default
             it is kept only for error messages.
+        show_output: Whether what workers print also appears on this process's standard error, line by line, each with
+            `[worker <index>]` before it; of very much, only a part.
     """
 
     hosts: Sequence[str] | Mapping[str, int]
@@ -83,6 +86,7 @@ class SSHLauncher:
     shell: str = "bash -l"
     connect_timeout_s: int = 10
     log_dir: str | Path | None = None
+    show_output: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hosts", "setup", "ssh_options"):
@@ -157,6 +161,7 @@ class SSHLauncher:
             # A variable of the shell, until the worker starts: what the setup lines run need not know the keys.
             lambda worker_index: f"{TICKET_VARIABLE}={ticket.encode()}\n{self._script(worker_index, seats)}",
             self.log_dir,
+            shows_output=self.show_output,
         )
 
     def render(self, num_workers: int) -> str:
@@ -231,6 +236,8 @@ class SSHFleet:
         command: Callable[[str, str], list[str]],
         script: Callable[[int], str],
         log_dir: str | Path | None,
+        *,
+        shows_output: bool = False,
     ) -> None:
         """Start connecting.
 
@@ -240,6 +247,7 @@ class SSHFleet:
                 standard input, and goes by that name.
             script: The shell lines that become a worker, given its index.
             log_dir: Where to keep what workers print. None: only for error messages.
+            shows_output: Whether to show it on this process's standard error.
 
         Raises:
             LaunchError: The ssh program cannot be run, or a log cannot be written.
@@ -249,11 +257,14 @@ class SSHFleet:
         self._sessions: list[_Session] = []
         self._enders: dict[str, subprocess.Popen[bytes]] = {}
         self._is_stopping = self._is_stopped = False
+        self._follower: Follower | None = None
         try:
             run_dir = make_run_dir(log_dir)
             for worker_index, host in enumerate(seats):
                 with uninterrupted():
                     self._sessions.append(_Session(host, worker_index, WorkerLog(run_dir, f"worker-{worker_index}")))
+            if shows_output:
+                self._follower = Follower([session.log for session in self._sessions])
             self._advance()
             if failures := [session for session in self._sessions if session.failure]:
                 raise LaunchError(f"Worker {failures[0].worker_index} {failures[0].failure}.")
@@ -291,6 +302,8 @@ class SSHFleet:
             if session.client is not None:
                 wait_for(session.client, deadline)
         self._end_remote(time.monotonic() + _END_S)
+        if self._follower is not None:
+            self._follower.close()
         for session in self._sessions:
             session.close()
         self._is_stopped = True
