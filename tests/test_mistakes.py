@@ -10,6 +10,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers.vector import NormalizeObservation
 
 from clusterenv import (
     AdaptiveSync,
@@ -24,6 +26,7 @@ from clusterenv import (
     SlurmLauncher,
     SSHLauncher,
     Timeouts,
+    make_vec,
 )
 from clusterenv.cli import main
 
@@ -74,12 +77,50 @@ CONSTRUCTION: dict[str, tuple[Mistake, str, str, str]] = {
         "'same' or 'different'",
     ),
     "copy as text": (lambda: make(copy="no"), "copy must", "'no'", "True or False"),
-    "env_kwargs as text": (lambda: make(env_kwargs="human"), "env_kwargs must", "'human'", '{"render_mode":'),
+    "env_kwargs as text": (lambda: make(env_kwargs="human"), "env_kwargs must", "'human'", '{"gravity": 9.0}'),
     "env_kwargs with a factory": (
         lambda: make(lambda: gym.make(CARTPOLE), env_kwargs={"a": 1}),
         "env_kwargs",
         "{'a': 1}",
         "into the factory",
+    ),
+    "render_mode with a factory": (
+        lambda: make(gym.Env, render_mode="human"),
+        "render_mode",
+        "'human'",
+        "gymnasium.make(..., render_mode=...)",
+    ),
+    "two render modes": (
+        lambda: make(render_mode="human", env_kwargs={"render_mode": "rgb_array"}),
+        "render_mode='human'",
+        "rgb_array",
+        "leave one",
+    ),
+    "a wrapper instead of a list": (lambda: make(wrappers=TimeLimit), "wrappers must", "TimeLimit", "a list"),
+    "a wrapper that is none": (lambda: make(wrappers=["TimeLimit"]), "wrappers[0] must", "'TimeLimit'", "function"),
+    "a vector wrapper for one environment": (
+        lambda: make(wrappers=[NormalizeObservation]),
+        "wrappers[0] must",
+        "NormalizeObservation",
+        "NormalizeObservation(ClusterEnv(...))",
+    ),
+    "a wrapper that returns nothing": (
+        lambda: make(wrappers=[lambda env: None]),
+        "wrappers[0]",
+        "got None",
+        "return a gymnasium.Env",
+    ),
+    "wrappers of a native vector": (
+        lambda: make(NativeVector(CARTPOLE), wrappers=[TimeLimit]),
+        "wrappers=",
+        "TimeLimit",
+        "single environments",
+    ),
+    "an unknown vectorization mode": (
+        lambda: make_vec(CARTPOLE, vectorization_mode="threads"),
+        "vectorization_mode must",
+        "'threads'",
+        "'cluster', or one of Gymnasium's: 'async', 'sync'",
     ),
     "an environment": (lambda: make(gym.make(CARTPOLE)), "env must", "CartPoleEnv", "ClusterEnv(lambda: ...,"),
     "a list of environments": (lambda: make([gym.make(CARTPOLE)]), "Factory 0", "CartPoleEnv", "function that makes"),

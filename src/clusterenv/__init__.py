@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from clusterenv import errors, policy
     from clusterenv.config import Faults, Network, Timeouts
+    from clusterenv.entry_points import make_vec, vector_entry_point
     from clusterenv.env import ClusterEnv
     from clusterenv.errors import ClusterEnvError
     from clusterenv.head.stream import Stream
@@ -45,7 +46,9 @@ __all__ = [
     "Stream",
     "Timeouts",
     "errors",
+    "make_vec",
     "policy",
+    "vector_entry_point",
 ]
 
 # Imported when they are first used: a script that stays on one machine need not load the other launchers, and a
@@ -72,6 +75,8 @@ _HOMES = {
     "SlurmLauncher": "launchers.slurm",
     "Stream": "head.stream",
     "Timeouts": "config",
+    "make_vec": "entry_points",
+    "vector_entry_point": "entry_points",
 }
 
 

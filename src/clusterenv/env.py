@@ -30,6 +30,7 @@ from clusterenv.setup.arguments import as_autoreset_mode, check_launcher, check_
 from clusterenv.setup.factories import EnvArgument, resolve
 from clusterenv.setup.sample import ObservationMode, check_mode, make_sample
 from clusterenv.setup.start import count_workers, make_assignment, start_workers
+from clusterenv.setup.wrapping import EnvWrapper
 from clusterenv.vector import BackedVectorEnv, Stepped
 from clusterenv.wire.buffers import check_collectable
 
@@ -81,6 +82,8 @@ class ClusterEnv(BackedVectorEnv):
         observation_mode: ObservationMode = "same",
         copy: bool = True,
         env_kwargs: dict[str, Any] | None = None,
+        render_mode: str | None = None,
+        wrappers: Sequence[EnvWrapper] | None = None,
         faults: Faults = _FAULTS,
         network: Network = _NETWORK,
         timeouts: Timeouts = _TIMEOUTS,
@@ -101,6 +104,9 @@ class ClusterEnv(BackedVectorEnv):
             copy: Whether `reset` and `step` return observations of the caller's own. False saves the copy, and the
                 arrays change with the step after the next one.
             env_kwargs: Arguments for `gymnasium.make`, with an id or a spec.
+            render_mode: Of the environments, with an id or a spec: "rgb_array" lets `render` return their images.
+            wrappers: Functions from one environment to another, such as Gymnasium's wrapper classes, applied to each
+                environment on its worker, the first innermost.
             faults: What happens when a worker is lost or an environment raises.
             network: How workers reach the head.
             timeouts: How long to wait for workers to join, answer and end.
@@ -111,7 +117,7 @@ class ClusterEnv(BackedVectorEnv):
             WorkerFailed: An environment could not be made on its worker.
         """
         super().__init__()
-        factories = resolve(env, num_envs, env_kwargs)
+        factories = resolve(env, num_envs, env_kwargs, render_mode, wrappers)
         check_settings(faults=faults, network=network, timeouts=timeouts)
         check_launcher(launcher)
         check_sync(sync)

@@ -124,7 +124,7 @@ class ClusterVecEnv(VecEnv):
         if self.render_mode != "rgb_array":
             warnings.warn(
                 f"The environments' render_mode is {self.render_mode}; images need "
-                'ClusterEnv(..., env_kwargs={"render_mode": "rgb_array"}).',
+                'ClusterEnv(..., render_mode="rgb_array").',
                 stacklevel=2,
             )
             return [None] * self.num_envs

@@ -70,7 +70,8 @@ def describe_envs(made: Made) -> dict[str, Any]:
     return {
         "observation_spaces": observation_spaces,
         "action_space": action_space,
-        "metadata": dict(first.metadata),
+        # The mode is the run's; a native vector environment's own was compared with it.
+        "metadata": {key: value for key, value in first.metadata.items() if key != "autoreset_mode"},
         "render_mode": first.render_mode,
     }
 
