@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from clusterenv.policy.policy import BasePolicy, Decision, Policy
     from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync
     from clusterenv.rollout import Rollout
+    from clusterenv.scalars import log_stats
     from clusterenv.setup.factories import NativeVector
     from clusterenv.wire.values import RemoteObject
 
@@ -46,6 +47,7 @@ __all__ = [
     "Stream",
     "Timeouts",
     "errors",
+    "log_stats",
     "make_vec",
     "policy",
     "vector_entry_point",
@@ -75,6 +77,7 @@ _HOMES = {
     "SlurmLauncher": "launchers.slurm",
     "Stream": "head.stream",
     "Timeouts": "config",
+    "log_stats": "scalars",
     "make_vec": "entry_points",
     "vector_entry_point": "entry_points",
 }
