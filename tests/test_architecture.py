@@ -33,6 +33,8 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "config", "rollout", "head", "launchers", "policy", "adapters", "setup", "actions", "inline",
         "vector", "wire.buffers",
     },
+    "scalars": {"errors"},
+    "entry_points": {"errors", "env", "setup.factories"},
     "doctor": {"errors", "config", "launchers", "wire", "env"},
     "cli": {"errors", "config", "launchers", "wire.ticket", "doctor"},
     "__main__": {"cli"},

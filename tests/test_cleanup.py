@@ -142,7 +142,7 @@ except KeyboardInterrupt:
     script.read_line()
     script.open_gate().close()
     script.interrupt("group")
-    assert script.finish() == (0, "closed True\n", "")
+    assert script.finish() == (0, "closed True\n", "[worker 1] the last words of world 0\n")
 
 
 def test_after_ctrl_c_in_a_step_a_reset_goes_on(run: Run) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import clusterenv
 from clusterenv.cli import LAUNCHERS, Recipe, add_options, main, make_launcher
 from clusterenv.errors import ConfigError
 
@@ -49,6 +50,7 @@ def parse(recipe: Recipe, *arguments: str) -> Any:
     [
         (["--hosts", "a", "--hosts", "b"], {"hosts": ["a", "b"]}),
         (["--hosts", "a=2", "--hosts", "b"], {"hosts": {"a": 2, "b": 1}}),
+        (["--hosts", "a", "b", "--hosts", "c=3"], {"hosts": {"a": 1, "b": 1, "c": 3}}),
         (["--count", "3", "--share", "0.25"], {"count": 3, "share": 0.25}),
         (["--time", "30"], {"time": "30"}),
         (["--is-alone", "--no-may-wait"], {"is_alone": True, "may_wait": False}),
@@ -110,6 +112,12 @@ def test_a_launch_needs_to_know_for_whom(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_mistake_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "ssh", "--dry-run", "--hosts", "a=0"]) == 2
     assert capsys.readouterr().err == "clusterenv: SSHLauncher.hosts: a must get at least 1 worker, got 0.\n"
+
+
+def test_the_command_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"clusterenv {clusterenv.__version__}\n"
 
 
 def test_the_module_is_the_command() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -60,6 +61,11 @@ def test_all_is_well_with_local_workers(capsys: pytest.CaptureFixture[str]) -> N
     assert "Mbit/s" in lines[-1]
 
 
+def test_without_a_launcher_it_is_about_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--env", "NoSuchThing-v0", "--num-workers", "1", "--cpus", "1"]) == 1
+    assert "failed  environment  NoSuchThing-v0 on this machine, worker 0: NameNotFound" in capsys.readouterr().out
+
+
 def test_all_is_well_over_ssh(sshd: Sshd) -> None:
     found = findings(sshd.launcher(["host1"]), "CartPole-v1")
     assert subjects(found) == ALL
@@ -73,6 +79,19 @@ def test_a_host_that_refuses_is_named_with_the_next_step(sshd: Sshd, capsys: pyt
     assert out.startswith("failed  start        Worker 0 ended (ssh could not connect to wrong-key, exit status 255)")
     assert "Permission denied (publickey)" in out
     assert "next: Try `ssh -o BatchMode=yes wrong-key true`" in out
+
+
+def test_a_mistyped_host_is_told_from_a_closed_port(sshd: Sshd, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # Nobody listens there any more when this is closed.
+    options = ["--ssh-options=-p", f"--ssh-options={port}"]
+    assert main(["doctor", "ssh", "--hosts", "127.0.0.1", "gpu1.invalid", *options]) == 1
+    closed = " ".join(capsys.readouterr().out.split())
+    assert f"next: 127.0.0.1 is there, but no ssh server listens at its port {port}" in closed
+    assert main(["doctor", "ssh", "--hosts", "gpu1.invalid", "127.0.0.1", *options]) == 1
+    mistyped = " ".join(capsys.readouterr().out.split())
+    assert "SSHLauncher.hosts names gpu1.invalid, and no such host is known here" in mistyped
+    assert "next: No host is called gpu1.invalid: correct --hosts" in mistyped
 
 
 def test_a_setup_that_fails_is_found(sshd: Sshd) -> None:

@@ -23,6 +23,7 @@ pytest.importorskip("stable_baselines3")
 import torch
 from stable_baselines3 import DQN, PPO, SAC
 from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.monitor import Monitor
@@ -269,6 +270,31 @@ def test_a_learner_ends_with_the_weights_it_has_over_sb3s_own_environments(name:
     theirs = train(DummyVecEnv([lambda: gym.make(env_id)] * 2))
     for key, value in train(make(env_id, 2, **backend)).items():
         assert torch.equal(value, theirs[key]), key
+
+
+def test_sb3_makes_it_as_it_makes_its_own_environments(backend: Backend) -> None:
+    def make_theirs(kind: Any, options: dict[str, Any]) -> Any:
+        return make_vec_env("CartPole-v1", n_envs=3, seed=5, vec_env_cls=kind, vec_env_kwargs=options)
+
+    ours, theirs = make_theirs(ClusterVecEnv, dict(backend)), make_theirs(DummyVecEnv, {})
+    assert np.array_equal(ours.reset(), theirs.reset())
+    for _ in range(60):
+        (obs, rewards, dones, infos), wanted = (envs.step(np.array([1, 0, 1])) for envs in (ours, theirs))
+        assert np.array_equal(obs, wanted[0])
+        assert np.array_equal(rewards, wanted[1])
+        assert np.array_equal(dones, wanted[2])
+        assert ["episode" in info for info in infos] == ["episode" in info for info in wanted[3]]
+    assert ours.env_is_wrapped(Monitor) == [True] * 3
+    ours.close()
+    theirs.close()
+
+
+def test_what_is_for_making_environments_is_refused_with_made_ones() -> None:
+    with (
+        ClusterEnv("CartPole-v1", 2, num_workers=0, autoreset_mode="SameStep") as envs,
+        pytest.raises(ConfigError, match=r"takes num_workers with factories, not with a ClusterEnv"),
+    ):
+        ClusterVecEnv(envs, num_workers=2)
 
 
 def test_ppo_learns_to_balance_the_pole() -> None:

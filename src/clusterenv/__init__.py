@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from clusterenv import errors, policy
     from clusterenv.config import Faults, Network, Timeouts
+    from clusterenv.entry_points import make_vec, vector_entry_point
     from clusterenv.env import ClusterEnv
     from clusterenv.errors import ClusterEnvError
     from clusterenv.head.stream import Stream
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from clusterenv.policy.policy import BasePolicy, Decision, Policy
     from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync
     from clusterenv.rollout import Rollout
+    from clusterenv.scalars import log_stats
     from clusterenv.setup.factories import NativeVector
     from clusterenv.wire.values import RemoteObject
 
@@ -45,7 +47,10 @@ __all__ = [
     "Stream",
     "Timeouts",
     "errors",
+    "log_stats",
+    "make_vec",
     "policy",
+    "vector_entry_point",
 ]
 
 # Imported when they are first used: a script that stays on one machine need not load the other launchers, and a
@@ -72,6 +77,9 @@ _HOMES = {
     "SlurmLauncher": "launchers.slurm",
     "Stream": "head.stream",
     "Timeouts": "config",
+    "log_stats": "scalars",
+    "make_vec": "entry_points",
+    "vector_entry_point": "entry_points",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,16 @@ class ActionWriter:
                 plane[...] = part
             return None
         is_array = isinstance(actions, np.ndarray) and actions.ndim > 0
-        single = actions if is_array else list(iterate(self._space, actions))
+        if (
+            not isinstance(actions, Iterable)
+            or isinstance(actions, str)
+            or (isinstance(actions, np.ndarray) and actions.ndim == 0)
+        ):
+            raise TypeError(
+                f"actions must be a batch, one per environment ({self._num_envs} here), or an agent that chooses them, "
+                f"got {actions!r}. The action space is {self._space}."
+            )
+        single: Any = actions if is_array else list(iterate(self._space, actions))
         if len(single) != self._num_envs:
             raise ValueError(
                 f"Expected {self._num_envs} actions, one per environment, got {len(single)}. "

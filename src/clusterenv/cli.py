@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import clusterenv
 from clusterenv.config import thread_variables, usable_cores
 from clusterenv.errors import ClusterEnvError, ConfigError
 from clusterenv.launchers.local import LocalLauncher
@@ -37,7 +38,7 @@ _LOOK_S = 1.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    parsed = _make_parser().parse_args(arguments)
+    parsed = _parse(list(sys.argv[1:] if arguments is None else arguments))
     try:
         return int(parsed.run(parsed))
     except ClusterEnvError as error:
@@ -47,10 +48,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = _make_parser()
+    # `clusterenv doctor --env X` is about this machine, like `clusterenv doctor`.
+    is_left_out = arguments[:1] == ["doctor"] and arguments[1:2] not in ([], ["-h"], ["--help"])
+    is_left_out = is_left_out and arguments[1].startswith("-")
+    if arguments == ["doctor"] or is_left_out:
+        arguments.insert(1, "local")
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        named = next((word for word in unknown if word in LAUNCHERS), None) if is_left_out else None
+        remedy = f"; the launcher comes first: clusterenv doctor {named} ..." if named else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{remedy}")
+    return parsed
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="clusterenv", description="Gymnasium environments on many processes and machines."
     )
+    parser.add_argument("--version", action="version", version=f"clusterenv {clusterenv.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_worker(commands)
     _add_launch(commands)
@@ -154,8 +171,7 @@ def _add_doctor(commands: Any) -> None:
         "then measure how fast messages travel. Ends with status 0 if all is well and with 1 if not; "
         "what is not comes with the next step to take.",
     )
-    doctor.set_defaults(run=lambda _: main(["doctor", "local"]))
-    kinds = doctor.add_subparsers(metavar="LAUNCHER")
+    kinds = doctor.add_subparsers(required=True, metavar="LAUNCHER")
     for name, (recipe, text) in LAUNCHERS.items():
         kind = kinds.add_parser(name, help=text, description=f"Check {text}.")
         add_options(kind, recipe)
@@ -195,10 +211,16 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
 def _add_num_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-workers",
-        type=int,
+        type=_read_count,
         metavar="N",
         help="how many workers (default: as many as the launcher suggests, or one per core of this machine)",
     )
+
+
+def _read_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def _count_workers(arguments: argparse.Namespace, launcher: Any) -> int:
@@ -217,11 +239,11 @@ def add_options(parser: argparse.ArgumentParser, recipe: Recipe) -> None:
             settings |= {"action": argparse.BooleanOptionalAction}
         elif Mapping in kinds:
             values = "NAME[=VALUE]" if Sequence in kinds else "NAME=VALUE"
-            settings |= {"action": "append", "metavar": values}
-            text += " May be repeated."
+            settings |= {"action": "extend", "nargs": "+", "metavar": values}
+            text += " One or more."
         elif Sequence in kinds:
-            settings |= {"action": "append", "metavar": "TEXT"}
-            text += " May be repeated; a value that begins with a dash is written with an equals sign."
+            settings |= {"action": "extend", "nargs": "+", "metavar": "TEXT"}
+            text += " One or more; for one that begins with a dash, repeat the option with an equals sign."
         else:
             settings |= {"type": _scalar(kinds), "metavar": _scalar(kinds).__name__.upper().replace("STR", "TEXT")}
         is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

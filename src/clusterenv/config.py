@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -33,8 +34,9 @@ class Timeouts:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (value > 0 or (field.name == "trial_s" and value == 0)):
-                raise ConfigError(f"Timeouts.{field.name} must be positive, got {value}.")
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not is_number or not (value > 0 or (field.name == "trial_s" and value == 0)):
+                raise ConfigError(f"Timeouts.{field.name} must be a positive number of seconds, got {value!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +65,8 @@ class Faults:
         _check_choice("Faults.on_loss", self.on_loss, ("replace", "raise"))
         _check_choice("Faults.on_env_error", self.on_env_error, ("raise", "reset"))
         for name, least in (("min_workers", 1), ("max_restarts", 0)):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ConfigError(f"Faults.{name} must be an int of at least {least}, or None, got {value!r}.")
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole_number(f"Faults.{name}", value, least=least))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,17 @@ def split_shards(num_envs: int, num_workers: int) -> list[tuple[int, int]]:
     for worker_index in range(num_workers):
         bounds.append(bounds[-1] + size + (worker_index < extra))
     return list(itertools.pairwise(bounds))
+
+
+def whole_number(name: str, value: object, *, least: int) -> int:
+    """Return a count as an int; numpy's integers are welcome, bools and floats are not.
+
+    Raises:
+        ConfigError: It is not a whole number, or too small.
+    """
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} must be an int of at least {least}, got {value!r}.")
+    return int(value)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

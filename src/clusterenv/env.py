@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.actions import is_batch
 from clusterenv.adapters import as_policy
-from clusterenv.config import Faults, Network, Timeouts
+from clusterenv.config import Faults, Network, Timeouts, whole_number
 from clusterenv.errors import CallTimeout, ConfigError, WorkerLost
 from clusterenv.head.exchange import Exchange
 from clusterenv.head.outcome import Outcome
@@ -26,9 +26,11 @@ from clusterenv.launchers.local import LocalLauncher
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sync import AdaptiveSync, SyncRule
 from clusterenv.rollout import Rollout
+from clusterenv.setup.arguments import as_autoreset_mode, check_launcher, check_mapping, check_settings, check_sync
 from clusterenv.setup.factories import EnvArgument, resolve
 from clusterenv.setup.sample import ObservationMode, check_mode, make_sample
 from clusterenv.setup.start import count_workers, make_assignment, start_workers
+from clusterenv.setup.wrapping import EnvWrapper
 from clusterenv.vector import BackedVectorEnv, StepResult
 from clusterenv.wire.buffers import check_collectable
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:  # Only who has no workers needs what workers are made of.
     from clusterenv.inline import Inline, InlineStream
 
 _FAULTS, _NETWORK, _TIMEOUTS = Faults(), Network(), Timeouts()
+_VALUES = '{"epsilon": 0.1}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,8 @@ class ClusterEnv(BackedVectorEnv):
         observation_mode: ObservationMode = "same",
         copy: bool = True,
         env_kwargs: dict[str, Any] | None = None,
+        render_mode: str | None = None,
+        wrappers: Sequence[EnvWrapper] | None = None,
         faults: Faults = _FAULTS,
         network: Network = _NETWORK,
         timeouts: Timeouts = _TIMEOUTS,
@@ -99,6 +104,9 @@ class ClusterEnv(BackedVectorEnv):
             copy: Whether `reset` and `step` return observations of the caller's own. False saves the copy, and the
                 arrays change with the step after the next one, or at once with a reset or a rollout.
             env_kwargs: Arguments for `gymnasium.make`, with an id or a spec.
+            render_mode: Of the environments, with an id or a spec: "rgb_array" lets `render` return their images.
+            wrappers: Functions from one environment to another, such as Gymnasium's wrapper classes, applied to each
+                environment on its worker, the first innermost.
             faults: What happens when a worker is lost or an environment raises.
             network: How workers reach the head.
             timeouts: How long to wait for workers to join, answer and end.
@@ -109,25 +117,23 @@ class ClusterEnv(BackedVectorEnv):
             WorkerFailed: An environment could not be made on its worker.
         """
         super().__init__()
-        factories = resolve(env, num_envs, env_kwargs)
-        for name, value, kind in (
-            ("faults", faults, Faults),
-            ("network", network, Network),
-            ("timeouts", timeouts, Timeouts),
-        ):
-            if not isinstance(value, kind):
-                raise ConfigError(f"{name} must be a {kind.__name__}(...), got {value!r}.")
+        factories = resolve(env, num_envs, env_kwargs, render_mode, wrappers)
+        check_settings(faults=faults, network=network, timeouts=timeouts)
+        check_launcher(launcher)
+        check_sync(sync)
+        check_mode(observation_mode)
+        if not isinstance(copy, bool):
+            raise ConfigError(f"copy must be True or False, got {copy!r}.")
         self.num_envs = factories.num_envs
         launcher = launcher or LocalLauncher()
         self.num_workers = count_workers(num_workers, self.num_envs, launcher)
         if (faults.min_workers or 0) > self.num_workers:
             raise ConfigError(f"Faults.min_workers={faults.min_workers}, but num_workers={self.num_workers}.")
-        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.autoreset_mode = as_autoreset_mode(autoreset_mode)
         self.observation_mode = observation_mode
         self.copy = copy
         self.spec = factories.spec
 
-        check_mode(observation_mode)
         backend: Remote | Inline
         if self.num_workers == 0:
             from clusterenv.inline import Inline
@@ -235,6 +241,7 @@ class ClusterEnv(BackedVectorEnv):
             self._pending = "step", self._backend.step(self._actions.place(actions))
         else:
             self._check_idle("step_async")
+            check_mapping("values", values, _VALUES)
             policy = self._policy_of(actions)
             self._ensure_reset()
             self._pending = "step", self._rollouts.start_step(policy, dict(values or {}))
@@ -258,8 +265,8 @@ class ClusterEnv(BackedVectorEnv):
         """
         with self._owner:
             self._check_idle("rollout")
-            if num_steps < 1:
-                raise ConfigError(f"num_steps must be at least 1, got {num_steps}.")
+            num_steps = whole_number("num_steps", num_steps, least=1)
+            check_mapping("values", values, _VALUES)
             policy = self._policy_of(agent)
             self._ensure_reset()
             return self._rollouts.rollout(policy, num_steps, dict(values or {}))
@@ -298,10 +305,16 @@ class ClusterEnv(BackedVectorEnv):
         """
         with self._owner:
             self._check_idle("stream")
+            check_mapping("values", values, _VALUES)
             values = dict(values or {})
             wish = StreamWish(
-                num_steps=num_steps, min_envs=min_envs, in_flight=in_flight, max_lag=max_lag, values=values
+                num_steps=whole_number("num_steps", num_steps, least=1),
+                min_envs=whole_number("min_envs", min_envs, least=1),
+                in_flight=whole_number("in_flight", in_flight, least=1),
+                max_lag=max_lag,
+                values=values,
             )
+            num_steps = wish.num_steps
             policy = self._policy_of(agent)
             if min_envs > self.num_envs:
                 raise ConfigError(f"min_envs={min_envs}, but there are only {self.num_envs} environments.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ def spread_seed(seed: int | list[int | None] | None, num_envs: int) -> list[int 
         return [None] * num_envs
     if isinstance(seed, int | np.integer):
         seeds: list[int | None] = [int(seed) + index for index in range(num_envs)]
+    elif not isinstance(seed, Sequence | np.ndarray) or isinstance(seed, str):
+        raise TypeError(f"seed must be an int, a list with one per environment, or None, got {seed!r}.")
     elif len(seed) != num_envs:
         raise ValueError(
             f"If seeds are passed as a list the length must match num_envs={num_envs} but got length={len(seed)}."

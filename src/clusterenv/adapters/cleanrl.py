@@ -12,6 +12,7 @@ from gymnasium.vector import VectorEnv, VectorWrapper
 from numpy.typing import NDArray
 
 from clusterenv.adapters.infos import check_same_step, split_endings, split_infos
+from clusterenv.errors import ConfigError
 
 
 class CleanRLView(VectorWrapper[Any, Any, Any, Any, NDArray[Any]]):
@@ -47,6 +48,30 @@ class CleanRLView(VectorWrapper[Any, Any, Any, Any, NDArray[Any]]):
         for row, (final_obs, final_info) in endings.items():
             rows[row] |= {"final_observation": final_obs, "final_info": final_info}
         return obs, rewards, terminations, truncations, _gather(rows)
+
+    def rollout(self, agent: Any, num_steps: int, **options: Any) -> Any:
+        """Make a rollout as `ClusterEnv.rollout` does; it has no infos to present."""
+        return self._cluster("rollout")(agent, num_steps, **options)
+
+    def stream(self, agent: Any, num_steps: int, **options: Any) -> Any:
+        """Yield rollouts as `ClusterEnv.stream` does."""
+        return self._cluster("stream")(agent, num_steps, **options)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What the run has done and what it has cost, as `ClusterEnv.stats` has it."""
+        found: dict[str, Any] = self._cluster("stats")
+        return found
+
+    def _cluster(self, name: str) -> Any:
+        """Return an attribute of the ClusterEnv, if nothing is in between: what is, would not take part."""
+        if not hasattr(self.env, name):
+            raise ConfigError(
+                f"{self.env} has no {name}(): wrappers of vector environments act on step() and reset() on the head, "
+                f"while rollouts are made on the workers. Call envs.unwrapped.{name}() if they may be passed over, and "
+                "give ClusterEnv(wrappers=[...]) those that must take part."
+            )
+        return getattr(self.env, name)
 
 
 def _gather(rows: list[dict[str, Any]]) -> dict[str, Any]:

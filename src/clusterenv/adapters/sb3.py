@@ -2,22 +2,27 @@
 
 envs = ClusterEnv("CartPole-v1", num_envs=64, autoreset_mode="SameStep")
 model = PPO("MlpPolicy", ClusterVecEnv(envs)).learn(1_000_000)
+
+envs = make_vec_env("CartPole-v1", n_envs=64, vec_env_cls=ClusterVecEnv, vec_env_kwargs={"num_workers": 8})
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from gymnasium import Wrapper
+from gymnasium import Env, Wrapper
 from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv, VecEnvIndices, VecEnvObs, VecEnvStepReturn
 
+import clusterenv
 from clusterenv.adapters.infos import check_same_step, split_endings, split_infos
 from clusterenv.errors import ConfigError
+
+EnvFactory = Callable[[], Env[Any, Any]]
 
 
 class ClusterVecEnv(VecEnv):
@@ -27,20 +32,27 @@ class ClusterVecEnv(VecEnv):
     this module, and with it SB3.
     """
 
-    def __init__(self, envs: VectorEnv[Any, Any, Any]) -> None:
-        """Wrap a ClusterEnv; closing this closes it.
+    def __init__(self, envs: VectorEnv[Any, Any, Any] | Sequence[EnvFactory], **options: Any) -> None:
+        """Wrap a ClusterEnv, or make one from factories, as SB3's own classes do; closing this closes it.
 
         Args:
             envs: Made with `autoreset_mode="SameStep"`: SB3 expects the next episode's first observation in the step
-                that ends the last one.
+                that ends the last one. Or factories, one per environment.
+            options: With factories: further arguments for ClusterEnv.
 
         Raises:
-            ConfigError: It has another autoreset mode, or was made with `copy=False`.
+            ConfigError: The ClusterEnv has another autoreset mode, or was made with `copy=False`.
         """
+        if not isinstance(envs, VectorEnv):
+            envs = clusterenv.ClusterEnv(envs, **options, autoreset_mode="SameStep", copy=True)
+        elif options:
+            raise ConfigError(
+                f"ClusterVecEnv takes {', '.join(options)} with factories, not with a ClusterEnv: {envs}."
+            )
         check_same_step(envs, "ClusterVecEnv")
         if not hasattr(envs, "apply"):
             raise ConfigError(f"ClusterVecEnv takes a ClusterEnv itself, without wrappers, got {envs}.")
-        self.envs: Any = envs  # A ClusterEnv, which an adapter may not import: it imports the adapters.
+        self.envs: Any = envs  # A ClusterEnv.
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
 
     def reset(self) -> VecEnvObs:
@@ -124,7 +136,7 @@ class ClusterVecEnv(VecEnv):
         if self.render_mode != "rgb_array":
             warnings.warn(
                 f"The environments' render_mode is {self.render_mode}; images need "
-                'ClusterEnv(..., env_kwargs={"render_mode": "rgb_array"}).',
+                'ClusterEnv(..., render_mode="rgb_array").',
                 stacklevel=2,
             )
             return [None] * self.num_envs

@@ -22,6 +22,27 @@ STEPS = {
 # What a worker's log or its end says, the step that failed, and the remedy.
 _SIGNS = [
     (
+        r"Could not resolve hostname (\S+?): |hosts names (\S+?),? .*no such host is known",
+        "start",
+        r"No host is called \1\2: correct --hosts, or give it that name in ~/.ssh/config.",
+    ),
+    (
+        r"connect to host (\S+) port (\d+): Connection refused",
+        "start",
+        r"\1 is there, but no ssh server listens at its port \2: start sshd there, or name the right port with "
+        "--ssh-options=-p --ssh-options=PORT.",
+    ),
+    (
+        r"connect to host (\S+) port (\d+): (?:Connection timed out|No route to host|Network is unreachable)",
+        "start",
+        r"\1 does not answer at port \2: see whether it is up, and whether a firewall or a missing VPN is between.",
+    ),
+    (
+        r"Host key verification failed",
+        "start",
+        "Log in once by hand with `ssh`, compare the key it shows, and accept it.",
+    ),
+    (
         r"ssh could not connect to (\S+?),",
         "start",
         r"Try `ssh -o BatchMode=yes \1 true` until it works without a password or a question.",
@@ -118,11 +139,7 @@ class Witness(Launcher):
 
 def diagnose(error: ClusterEnvError, witness: Witness) -> Iterator[Finding]:
     """Tell which steps workers got through, which one they did not, and what to do about it."""
-    failed, next_step = _find_failure(str(error), witness)
-    if isinstance(error, ConfigError):
-        failed, next_step = "start", "Correct what is named above."
-    elif not witness.has_started:
-        failed, next_step = "start", "Correct what was refused; `clusterenv launch ... --dry-run` shows what is run."
+    failed, next_step = _find_failure(error, witness)
     for subject, text in STEPS.items():
         if subject == failed:
             yield Finding(subject, False, str(error), next_step)
@@ -130,11 +147,16 @@ def diagnose(error: ClusterEnvError, witness: Witness) -> Iterator[Finding]:
         yield Finding(subject, True, text)
 
 
-def _find_failure(message: str, witness: Witness) -> tuple[str, str]:
-    said = "\n".join([message, *witness.exits.values(), *witness.tails.values()])
-    for pattern, subject, remedy in _SIGNS:
-        if sign := re.search(pattern, said):
-            return subject, sign.expand(remedy)
+def _find_failure(error: ClusterEnvError, witness: Witness) -> tuple[str, str]:
+    if isinstance(error, ConfigError):
+        return "start", "Correct what is named above."
+    # What the error tells of first: of several workers each may have failed in its own way.
+    for said in (str(error), "\n".join([*witness.exits.values(), *witness.tails.values()])):
+        for pattern, subject, remedy in _SIGNS:
+            if sign := re.search(pattern, said):
+                return subject, sign.expand(remedy)
+    if not witness.has_started:
+        return "start", "Correct what was refused; `clusterenv launch ... --dry-run` shows what is run."
     if witness.exits:
         return "python", "Its log says why it ended. Run the same command there by hand: clusterenv launch --dry-run."
     if witness.status:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -14,7 +16,9 @@ from clusterenv.config import thread_variables, usable_cores
 from clusterenv.errors import ConfigError
 from clusterenv.launchers.base import Launcher
 from clusterenv.launchers.processes import ProcessFleet
-from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
+from clusterenv.wire.ticket import SHOWN_VARIABLE, TICKET_VARIABLE, WORKER_VARIABLE, Ticket
+
+_STDERR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +31,13 @@ class LocalLauncher(Launcher):
             (OMP_NUM_THREADS and its like) are left alone.
         log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. By default
             it is kept only for error messages.
+        show_output: Whether what workers print also appears on this process's standard error, line by line, each with
+            `[worker <index>]` before it; of very much, only a part. On Linux.
     """
 
     cpus: int | None = None
     log_dir: str | os.PathLike[str] | None = None
+    show_output: bool = True
 
     def __post_init__(self) -> None:
         if self.cpus is not None and (not isinstance(self.cpus, int) or self.cpus < 1):
@@ -47,7 +54,9 @@ class LocalLauncher(Launcher):
             TICKET_VARIABLE: msgspec.structs.replace(ticket, parent_pid=os.getpid()).encode(),
         }
         return ProcessFleet(
-            lambda worker_index, log: _start(environment | {WORKER_VARIABLE: str(worker_index)}, log),
+            lambda worker_index, log: _start(
+                environment | {WORKER_VARIABLE: str(worker_index)}, log, shows_output=self.show_output
+            ),
             num_workers,
             self.log_dir,
         )
@@ -64,13 +73,26 @@ class LocalLauncher(Launcher):
         return thread_variables(self.cpus or max(1, usable_cores() // num_workers))
 
 
-def _start(environment: dict[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+def _start(environment: dict[str, str], log: BinaryIO, *, shows_output: bool) -> subprocess.Popen[bytes]:
+    with contextlib.ExitStack() as stack:
+        shown = []
+        if shows_output and sys.platform == "linux":
+            with contextlib.suppress(OSError):  # This process has no standard error.
+                # Not 2 itself: that is the log in the worker.
+                shown = [os.dup(_STDERR)]
+                stack.callback(os.close, shown[0])
+                environment = environment | {SHOWN_VARIABLE: str(shown[0])}
+        return _run_worker(environment, log, shown)
+
+
+def _run_worker(environment: dict[str, str], log: BinaryIO, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "clusterenv.worker"],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
+        pass_fds=descriptors,
         # Ctrl-C in the terminal is for the head, which then ends its workers in order. A group is enough for that. A
         # session of their own would make Linux share out the cores among sessions instead of among processes, and a
         # worker that yields while it waits for the head would not yield to it.

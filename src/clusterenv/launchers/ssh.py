@@ -10,16 +10,18 @@ import contextlib
 import logging
 import re
 import shutil
+import socket
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from clusterenv.config import split_shards, thread_variables
 from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.launchers.base import Launcher
+from clusterenv.launchers.follower import Follower
 from clusterenv.launchers.processes import WorkerLog, describe_exit, make_run_dir, uninterrupted, wait_for
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 
@@ -51,7 +53,7 @@ done
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SSHLauncher(Launcher):
     """Starts workers on other machines, through the `ssh` program with your own configuration and keys.
 
@@ -72,9 +74,12 @@ class SSHLauncher(Launcher):
         connect_timeout_s: How long ssh tries to reach a host.
         log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. By default
             it is kept only for error messages.
+        show_output: Whether what workers print also appears on this process's standard error, line by line, each with
+            `[worker <index>]` before it; of very much, only a part.
     """
 
     hosts: Sequence[str] | Mapping[str, int]
+    _: KW_ONLY
     cpus: int | None = None
     python: str = "python3"
     setup: Sequence[str] = ()
@@ -82,6 +87,7 @@ class SSHLauncher(Launcher):
     shell: str = "bash -l"
     connect_timeout_s: int = 10
     log_dir: str | Path | None = None
+    show_output: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hosts", "setup", "ssh_options"):
@@ -119,7 +125,7 @@ class SSHLauncher(Launcher):
         """The first host's address, as the ssh configuration gives it.
 
         Raises:
-            LaunchError: There is no ssh here, or it cannot read its configuration.
+            LaunchError: There is no ssh here, it cannot read its configuration, or there is no such host.
         """
         host = next(iter(self.hosts))
         command = [_find_ssh(), *self.ssh_options, "-G", "--", host]
@@ -131,7 +137,10 @@ class SSHLauncher(Launcher):
             raise LaunchError(f"ssh cannot tell what it knows of {host}: {answer.stderr.strip()}")
         # "hostname gpu1.example.org", one setting a line.
         settings = dict(line.split(" ", 1) for line in answer.stdout.splitlines() if " " in line)
-        return settings.get("hostname", host)
+        address = settings.get("hostname", host)
+        if all(settings.get(name, "none") == "none" for name in ("proxyjump", "proxycommand")):
+            _check_known(host, address)
+        return address
 
     def launch(self, ticket: Ticket, num_workers: int) -> SSHFleet:
         """Start connecting to the hosts and return at once.
@@ -148,6 +157,7 @@ class SSHLauncher(Launcher):
             # A variable of the shell, until the worker starts: what the setup lines run need not know the keys.
             lambda worker_index: f"{TICKET_VARIABLE}={ticket.encode()}\n{self._script(worker_index, seats)}",
             self.log_dir,
+            shows_output=self.show_output,
         )
 
     def render(self, num_workers: int) -> str:
@@ -220,6 +230,8 @@ class SSHFleet:
         command: Callable[[str, str], list[str]],
         script: Callable[[int], str],
         log_dir: str | Path | None,
+        *,
+        shows_output: bool = False,
     ) -> None:
         """Start connecting.
 
@@ -229,6 +241,7 @@ class SSHFleet:
                 standard input, and goes by that name.
             script: The shell lines that become a worker, given its index.
             log_dir: Where to keep what workers print. None: only for error messages.
+            shows_output: Whether to show it on this process's standard error.
 
         Raises:
             LaunchError: The ssh program cannot be run, or a log cannot be written.
@@ -238,11 +251,14 @@ class SSHFleet:
         self._sessions: list[_Session] = []
         self._enders: dict[str, subprocess.Popen[bytes]] = {}
         self._is_stopping = self._is_stopped = False
+        self._follower: Follower | None = None
         try:
             run_dir = make_run_dir(log_dir)
             for worker_index, host in enumerate(seats):
                 with uninterrupted():
                     self._sessions.append(_Session(host, worker_index, WorkerLog(run_dir, f"worker-{worker_index}")))
+            if shows_output:
+                self._follower = Follower([session.log for session in self._sessions])
             self._advance()
             if failures := [session for session in self._sessions if session.failure]:
                 raise LaunchError(f"Worker {failures[0].worker_index} {failures[0].failure}.")
@@ -279,6 +295,8 @@ class SSHFleet:
             if session.client is not None:
                 wait_for(session.client, deadline)
         self._end_remote(time.monotonic() + _END_S)
+        if self._follower is not None:
+            self._follower.close()
         for session in self._sessions:
             session.close()
         self._is_stopped = True
@@ -430,6 +448,18 @@ def _run(command: list[str], script: str, log: WorkerLog | None = None) -> subpr
     with contextlib.suppress(BrokenPipeError), client.stdin:  # A client that has ended already says why by its status.
         client.stdin.write(script.encode())
     return client
+
+
+def _check_known(host: str, address: str) -> None:
+    """Raise LaunchError unless a host that ssh is to reach from here has an address."""
+    try:
+        socket.getaddrinfo(address, None)
+    except (socket.gaierror, UnicodeError) as error:  # A name that is no name at all cannot even be looked up.
+        known_as = "" if address == host else f" (HostName {address} in your ssh configuration)"
+        raise LaunchError(
+            f"SSHLauncher.hosts names {host}{known_as}, and no such host is known here: {error}. Look for a typing "
+            "error; it must be a name that `ssh` accepts, of DNS or of your ssh configuration."
+        ) from error
 
 
 def _find_ssh() -> str:

@@ -7,8 +7,9 @@ returns a verdict, without I/O or a clock. Versions are numbered from 1; a worke
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
+from numbers import Real
 from typing import ClassVar, NamedTuple, Protocol
 
 from clusterenv.errors import ConfigError
@@ -72,7 +73,7 @@ class SyncRule(Protocol):
         """Return the tracker for one worker."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AdaptiveSync:
     """Pull when the worker's policy has diverged from the newest one.
 
@@ -92,16 +93,17 @@ class AdaptiveSync:
     """
 
     threshold: float = 0.05
+    _: KW_ONLY
     max_lag: int = 20
     plateau: float | None = 0.5
 
     needs_sketch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < math.inf:
-            raise ConfigError(f"AdaptiveSync.threshold must be a positive number of nats, got {self.threshold}.")
-        if self.max_lag < 1:
-            raise ConfigError(f"AdaptiveSync.max_lag must be at least 1 version, got {self.max_lag}.")
+        if not isinstance(self.threshold, Real) or not 0 < self.threshold < math.inf:
+            raise ConfigError(f"AdaptiveSync.threshold must be a positive number of nats, got {self.threshold!r}.")
+        if not isinstance(self.max_lag, Real) or self.max_lag < 1:
+            raise ConfigError(f"AdaptiveSync.max_lag must be at least 1 version, got {self.max_lag!r}.")
         if self.plateau is not None and not 0 <= self.plateau < 1:
             raise ConfigError(
                 f"AdaptiveSync.plateau must be at least 0 and less than 1, got {self.plateau}: steady growth is "
@@ -180,8 +182,8 @@ class PeriodicSync:
     needs_sketch: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ConfigError(f"PeriodicSync.k must be at least 1 version, got {self.k}.")
+        if not isinstance(self.k, Real) or self.k < 1:
+            raise ConfigError(f"PeriodicSync.k must be at least 1 version, got {self.k!r}.")
 
     @property
     def max_lag(self) -> float:

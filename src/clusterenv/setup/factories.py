@@ -6,8 +6,9 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cloudpickle
@@ -16,10 +17,15 @@ from gymnasium import Env
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
+from clusterenv.config import whole_number
 from clusterenv.errors import ConfigError
+from clusterenv.setup.arguments import check_mapping
+from clusterenv.setup.wrapping import EnvWrapper, check_wrappers, wrap_all
 from clusterenv.wire.assignment import EnvFactory, VectorFactory
 
 log = logging.getLogger(__name__)
+
+_EXAMPLE = '{"gravity": 9.0}'
 
 
 class NativeVector:
@@ -45,7 +51,7 @@ class NativeVector:
                     f"Pass the id itself, ClusterEnv({spec.id!r}, ...), to run one environment beside the other."
                 )
             self.spec: EnvSpec | None = spec
-            self.make: VectorFactory = functools.partial(_make_native, spec, kwargs)
+            self.make: VectorFactory = functools.partial(_make_native, _portable(spec), kwargs)
         elif callable(env):
             if kwargs:
                 raise ConfigError("NativeVector takes keyword arguments only with an id; put them into the callable.")
@@ -81,38 +87,66 @@ class Factories:
         return self.native
 
 
-def resolve(env: EnvArgument, num_envs: int | None, env_kwargs: dict[str, Any] | None) -> Factories:
-    """Turn a user's `env` argument into factories.
+def resolve(
+    env: EnvArgument,
+    num_envs: int | None,
+    env_kwargs: dict[str, Any] | None = None,
+    render_mode: str | None = None,
+    wrappers: Sequence[EnvWrapper] | None = None,
+) -> Factories:
+    """Turn a user's `env` argument, and what goes with it, into factories.
 
     Raises:
         ConfigError: It is none of the things it may be, or does not go with the other arguments.
     """
-    if num_envs is not None and (not isinstance(num_envs, int) or num_envs < 1):
-        raise ConfigError(f"num_envs must be a positive int, got {num_envs!r}.")
+    env_kwargs = _with_render_mode(env, env_kwargs, render_mode)
+    factories = _resolve_plain(env, num_envs, env_kwargs)
+    if wrappers is None:
+        return factories
+    check_wrappers(wrappers)
+    if factories.plain is None:
+        raise ConfigError(
+            f"wrappers={wrappers!r} are for single environments: wrap what the NativeVector's callable makes."
+        )
+    return replace(factories, plain=wrap_all(factories.plain, wrappers)) if wrappers else factories
+
+
+def _resolve_plain(env: EnvArgument, num_envs: int | None, env_kwargs: dict[str, Any] | None) -> Factories:
+    if num_envs is not None:
+        num_envs = whole_number("num_envs", num_envs, least=1)
+    check_mapping("env_kwargs", env_kwargs, _EXAMPLE)
     if env_kwargs is not None and not isinstance(env, str | EnvSpec):
-        raise ConfigError("env_kwargs goes with an id or a spec; with a factory, put the arguments into it.")
+        raise ConfigError(
+            f"env_kwargs goes with an id or a spec, got {env_kwargs!r} with {env!r}: put the arguments into the "
+            "factory."
+        )
     if isinstance(env, NativeVector):
         return Factories(None, env.make, num_envs or 1, env.spec)
     if isinstance(env, str | EnvSpec):
         # A copy: gymnasium.make writes some of its arguments into the spec it is given.
         spec = copy.deepcopy(gym.spec(env) if isinstance(env, str) else env)
-        factory = functools.partial(gym.make, spec, **(env_kwargs or {}))
+        factory = functools.partial(gym.make, _portable(spec), **(env_kwargs or {}))
         count = num_envs or 1
         return Factories([factory] * count, None, count, spec)
     if callable(env):
         _check_factory(env, 0)
         return Factories([env] * (num_envs or 1), None, num_envs or 1, None)
-    if isinstance(env, str) or not isinstance(env, Sequence) or not env:
+    if isinstance(env, Env | VectorEnv):
+        raise ConfigError(
+            f"env must be what makes environments, not an environment: got {env!r}. Pass its id, or a function that "
+            "makes one, and num_envs: ClusterEnv(lambda: ..., num_envs=8)."
+        )
+    if not isinstance(env, Sequence) or not env:
+        hint = " Make it a list: ClusterEnv(list(...))." if isinstance(env, Iterable) and env else ""
         raise ConfigError(
             "env must be an environment's id, an EnvSpec, a factory, a non-empty sequence of factories or a "
-            f"NativeVector, got {env!r}."
+            f"NativeVector, got {env!r}.{hint}"
         )
     for index, item in enumerate(env):
         _check_factory(item, index)
     if num_envs not in (None, len(env)):
         raise ConfigError(f"num_envs={num_envs}, but {len(env)} factories were given. Leave num_envs out.")
-    plain = [factory for factory in env if not isinstance(factory, str)]
-    return Factories(plain, None, len(env), None)
+    return Factories([factory for factory in env if not isinstance(factory, str)], None, len(env), None)
 
 
 def pickle_code(value: object, what: str) -> bytes:
@@ -137,10 +171,41 @@ def local_registry() -> list[bytes]:
         if isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium."):
             continue
         try:
-            registry.append(cloudpickle.dumps(spec))
+            registry.append(cloudpickle.dumps(_portable(spec)))
         except Exception:
             log.debug("the registration of %s cannot be sent to workers", spec.id, exc_info=True)
     return registry
+
+
+def _portable(spec: EnvSpec) -> EnvSpec:
+    """Put what a script's own names stand for in their place: on a worker `__main__` is another module."""
+    found = {}
+    for name in ("entry_point", "vector_entry_point"):
+        module, _, attribute = str(getattr(spec, name)).partition(":")
+        if module == "__main__" and hasattr(sys.modules["__main__"], attribute):
+            found[name] = getattr(sys.modules["__main__"], attribute)
+    if not found:
+        return spec
+    portable = copy.copy(spec)
+    for name, value in found.items():
+        setattr(portable, name, value)
+    return portable
+
+
+def _with_render_mode(
+    env: EnvArgument, env_kwargs: dict[str, Any] | None, render_mode: str | None
+) -> dict[str, Any] | None:
+    if render_mode is None:
+        return env_kwargs
+    if not isinstance(env, str | EnvSpec):
+        raise ConfigError(
+            f"render_mode goes with an id or a spec, got {render_mode!r} with {env!r}: pass it on in the factory, "
+            "gymnasium.make(..., render_mode=...)."
+        )
+    check_mapping("env_kwargs", env_kwargs, _EXAMPLE)
+    if (env_kwargs or {}).get("render_mode", render_mode) != render_mode:
+        raise ConfigError(f"render_mode={render_mode!r}, but env_kwargs has {env_kwargs!r}: leave one of them out.")
+    return {**(env_kwargs or {}), "render_mode": render_mode}
 
 
 def _make_native(spec: EnvSpec, kwargs: dict[str, Any], num_envs: int) -> VectorEnv[Any, Any, Any]:

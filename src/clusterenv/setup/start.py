@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 from gymnasium.vector import AutoresetMode
 
-from clusterenv.config import Faults, Network, Timeouts, split_shards, usable_cores
+from clusterenv.config import Faults, Network, Timeouts, split_shards, usable_cores, whole_number
 from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.head.calls import Calls
 from clusterenv.head.interrupts import DeferInterrupt
@@ -29,8 +29,7 @@ def count_workers(num_workers: int | None, num_envs: int, launcher: Launcher) ->
     """Return how many workers there will be, where the user may have left that open."""
     if num_workers is None:
         return min(launcher.suggested_workers or usable_cores(), num_envs)
-    if not isinstance(num_workers, int) or num_workers < 0:
-        raise ConfigError(f"num_workers must be an int of at least 0, got {num_workers!r}.")
+    num_workers = whole_number("num_workers", num_workers, least=0)
     if num_workers > num_envs:
         raise ConfigError(
             f"num_workers={num_workers}, but there are only {num_envs} environments to divide among them."

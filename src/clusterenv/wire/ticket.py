@@ -11,6 +11,7 @@ from clusterenv.errors import ConfigError
 
 TICKET_VARIABLE = "CLUSTERENV_TICKET"
 WORKER_VARIABLE = "CLUSTERENV_WORKER"
+SHOWN_VARIABLE = "CLUSTERENV_SHOWN"  # A descriptor of the head's standard error, if workers are to show their output.
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,23 +85,28 @@ def _shorten(text: str, limit: int) -> str:
 
 def _format(error: BaseException) -> str:
     """Format a traceback in which the user's frames come first."""
+    is_refusal = issubclass(type(error), OWN_TYPES)
     try:
         report = traceback.TracebackException.from_exception(error, compact=True)
         reports: list[traceback.TracebackException | None] = [report]
         for part in reports:
             if part is not None:
-                _hide_our_frames(part.stack)
+                _hide_our_frames(part.stack, is_refusal=is_refusal)
                 reports += [part.__cause__, part.__context__, *(part.exceptions or ())]
         return "".join(report.format())
     except BaseException:  # noqa: BLE001 - not even its type can be trusted to have a name
         frames = traceback.extract_tb(error.__traceback__)
-        _hide_our_frames(frames)
+        _hide_our_frames(frames, is_refusal=is_refusal)
         return f"Traceback (most recent call last):\n{''.join(frames.format())}{summarize(error)}\n"
 
 
-def _hide_our_frames(frames: traceback.StackSummary) -> None:
-    """Leave out how we came to call the user's code; if there is none of it, how we came to raise is of interest."""
-    first = next((index for index, frame in enumerate(frames) if not frame.filename.startswith(_OURS)), 0)
+def _hide_our_frames(frames: traceback.StackSummary, *, is_refusal: bool) -> None:
+    """Leave out how we came to call the user's code.
+
+    If there is none of it, how we came to raise is of interest; unless we refused something in a sentence.
+    """
+    none = len(frames) if is_refusal else 0
+    first = next((index for index, frame in enumerate(frames) if not frame.filename.startswith(_OURS)), none)
     del frames[:first]
 
 

@@ -7,7 +7,7 @@ gone; and a worker that has crashed cannot end the helper processes that its env
 - ends the worker if the head's process ends, or, where that is elsewhere, if the worker is stuck and nobody listens at
   the head's address;
 - is a subreaper: whatever the worker started becomes its child when the worker ends, and is then ended, too;
-- writes what the worker prints to the log (`relay`);
+- writes what the worker prints to the log, and to the head's standard error if that is handed to it (`relay`);
 - ends as the worker ended, so that launchers see what they would see without it.
 
 It has one thread and imports only the standard library and the ticket.
@@ -24,11 +24,12 @@ import socket as sockets
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from clusterenv.wire.endpoint import ReachabilityProbe, remove_endpoint
 from clusterenv.wire.ticket import Ticket
-from clusterenv.worker.relay import Relay
+from clusterenv.worker.echo import Echo
+from clusterenv.worker.relay import Relay, Sink
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -44,13 +45,19 @@ _LAST_GRACE_S = 2.0  # After the worker itself has found the head gone.
 _LOOK_S = 0.5  # Where there are no pidfds.
 _HELPER_GRACE_S = 0.3  # To tidy up, as multiprocessing's resource tracker does.
 _HELPER_DEADLINE_S = 2.0
+_LAST_WRITE_S = 2.0
 
 
 class Guardian:
-    """The worker's side: its connection to the process that guards it."""
+    """The worker's side: its connection to the process that guards it.
 
-    def __init__(self, control: sockets.socket) -> None:
+    Attributes:
+        log: Takes lines for the worker's log that are not shown elsewhere, unlike what is printed.
+    """
+
+    def __init__(self, control: sockets.socket, log: TextIO) -> None:
         control.setblocking(False)
+        self.log = log
         self._control = control
         self._is_gone = False
 
@@ -73,10 +80,16 @@ class Guardian:
             self._control.send(message)
 
 
-def guard(ticket: Ticket) -> Guardian | None:
+def guard(ticket: Ticket, worker_index: int, shown: int | None) -> Guardian | None:
     """Split this process in two: the worker, in which this returns, and its guardian, in which it never does.
 
     Must be called before there are threads. Returns None where there are no guardians: on anything but Linux.
+
+    Args:
+        ticket: The worker's.
+        worker_index: Which worker it is.
+        shown: A descriptor of the head's standard error, to show there what the worker prints. The worker itself does
+            not keep it.
     """
     if sys.platform != "linux":
         return None
@@ -86,11 +99,12 @@ def guard(ticket: Ticket) -> Guardian | None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     own, workers = sockets.socketpair()
     pipes = _open_pipes()
+    log_reading, log_writing = os.pipe()
     guardian_pid = os.getpid()
     worker_pid = os.fork()
     if worker_pid:
         try:
-            _Guard(worker_pid, ticket, own, pipes).run()
+            _Guard(worker_pid, ticket, own, pipes, log_reading, None if shown is None else (shown, worker_index)).run()
         except BaseException:  # noqa: BLE001 - it is shown, and nothing else of this process is of use
             sys.excepthook(*sys.exc_info())
         finally:
@@ -100,12 +114,15 @@ def guard(ticket: Ticket) -> Guardian | None:
         os._exit(1)
     os.setpgid(0, 0)
     own.close()
+    if shown is not None:
+        os.close(shown)
+    os.close(log_reading)
     for read_end, write_end, outputs in pipes:
         os.close(read_end)
         for output in outputs:
             os.dup2(write_end, output)
         os.close(write_end)
-    return Guardian(workers)
+    return Guardian(workers, open(log_writing, "w", errors="backslashreplace"))  # As long as the worker.
 
 
 def _open_pipes() -> list[tuple[int, int, tuple[int, ...]]]:
@@ -126,7 +143,13 @@ class _Guard:
     """What the guardian does, from the fork to its end."""
 
     def __init__(
-        self, worker_pid: int, ticket: Ticket, control: sockets.socket, pipes: list[tuple[int, int, tuple[int, ...]]]
+        self,
+        worker_pid: int,
+        ticket: Ticket,
+        control: sockets.socket,
+        pipes: list[tuple[int, int, tuple[int, ...]]],
+        log: int,
+        shown: tuple[int, int] | None,
     ) -> None:
         _prctl(_PR_SET_NAME, b"ce-guardian")
         control.setblocking(False)
@@ -135,8 +158,19 @@ class _Guard:
         self._endpoint = ticket.endpoint
         self._control: sockets.socket | None = control
         self._signals = _catch_signals()
-        self._relays = [Relay(read_end, outputs[0]) for read_end, _, outputs in pipes]
-        _close_all_but(control.fileno(), *self._signals, *(relay.source for relay in self._relays))
+        self._sinks = [Sink(outputs[0]) for _, _, outputs in pipes]
+        echo = None
+        # First what the worker itself has to say, which may announce what follows.
+        self._relays = [Relay(log, self._sinks[-1], None)]
+        if shown is not None:
+            descriptor, worker_index = shown
+            echo = Sink(descriptor, is_capped=False), Echo(worker_index)
+        for (read_end, _, _), sink in zip(pipes, self._sinks, strict=True):
+            self._relays.append(Relay(read_end, sink, echo))
+        if echo is not None:
+            self._sinks.append(echo[0])
+        needed = {sink.descriptor for sink in self._sinks} | {relay.source for relay in self._relays}
+        _close_all_but(control.fileno(), *self._signals, *needed)
         self._head = None if self._parent_pid is None else _open_process(self._parent_pid)
         self._kill_at: float | None = None
         self._probe = ReachabilityProbe(ticket.endpoint, ticket.silence_s)
@@ -154,16 +188,20 @@ class _Guard:
             for relay in self._relays:
                 if relay.source in ready:
                     relay.read()
-                relay.write()
+            for sink in self._sinks:
+                sink.write()
         status = self._end_helpers()
+        ends_at = time.monotonic() + _LAST_WRITE_S
         for relay in self._relays:
-            relay.finish()
+            relay.finish(ends_at)
+        for sink in self._sinks:
+            sink.finish(ends_at)
         _end_as(status)
 
     def _wait(self) -> set[int]:
         """Wait until something happens or is due; returns the descriptors on which something has happened."""
         now = time.monotonic()
-        due = [self._kill_at, *(relay.due_at(now) for relay in self._relays)]
+        due = [self._kill_at, *(sink.due_at(now) for sink in self._sinks)]
         poll = select.poll()
         poll.register(self._signals[0], select.POLLIN)
         if self._control is not None:
@@ -177,8 +215,9 @@ class _Guard:
         for relay in self._relays:
             if relay.is_open:
                 poll.register(relay.source, select.POLLIN)
-            if relay.waits_for_sink(now):
-                poll.register(relay.sink, select.POLLOUT)
+        for sink in self._sinks:
+            if sink.is_waited_for(now):
+                poll.register(sink.descriptor, select.POLLOUT)
         next_at = min((at for at in due if at is not None), default=None)
         # A millisecond more: poll rounds down, and would come back too early over and over.
         timeout_ms = None if next_at is None else max(0.0, next_at - now) * 1000 + 1
@@ -218,7 +257,7 @@ class _Guard:
             if now >= self._probe_at:
                 self._probe_at = now + (_PROBE_EVERY_S if self._has_beaten else _STARTING_PROBE_EVERY_S)
                 if reason := self._probe.try_once(now):
-                    self._relays[-1].add(f"this worker is stuck, and is ended: {reason}\n".encode())
+                    self._relays[0].add(f"this worker is stuck, and is ended: {reason}\n".encode())
                     self._kill_worker()
         elif (os.getppid() != self._parent_pid) if self._head is None else (self._head in ready):
             remove_endpoint(self._endpoint)
@@ -269,7 +308,8 @@ def _catch_signals() -> tuple[int, int]:
     for end in ends:
         os.set_blocking(end, False)
     signal.set_wakeup_fd(ends[1], warn_on_full_buffer=False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGTTOU):  # The latter stops who writes to a terminal in the background.
+        signal.signal(ignored, signal.SIG_IGN)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # As under nohup.
             signal.signal(number, lambda *_: None)

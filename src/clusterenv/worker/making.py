@@ -29,7 +29,8 @@ def make_env(factory: EnvFactory) -> Env[Any, Any]:
             "that takes their size: ClusterEnv(NativeVector(lambda n: make(n)), num_envs=...)."
         )
     if not isinstance(env, Env):
-        raise ConfigError(f"The factory must return a gymnasium.Env, got {type(env)}.")
+        hint = " If it makes factories, as CleanRL's make_env does, call it: [make_env(i) for i in range(n)]."
+        raise ConfigError(f"The factory must return a gymnasium.Env, got {env!r}.{hint if callable(env) else ''}")
     return env
 
 
@@ -69,7 +70,7 @@ def describe_envs(made: Envs) -> dict[str, Any]:
     return {
         "observation_spaces": observation_spaces,
         "action_space": action_space,
-        # How episodes begin anew is the run's to say, and an enum would not travel.
+        # The mode is the run's; a native vector environment's own was compared with it.
         "metadata": {key: value for key, value in first.metadata.items() if key != "autoreset_mode"},
         "render_mode": first.render_mode,
     }

@@ -2,6 +2,7 @@
 
 A worker's own output is a pipe, so that printing never fails. Its guardian writes the first megabytes to the log as
 they come. After that only the newest output is kept, and is written when the worker pauses or ends: then it may matter.
+If the head wants to show it, it also goes to the head's standard error, line by line (`echo`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import select
 import stat
 import time
 
+from clusterenv.worker.echo import Echo
+
 _FIRST_BYTES = 4 << 20  # Written as they come.
 _LIVE_BYTES = 8 << 20  # Beyond this, only the end is written, when the worker has ended.
 _RESERVED_BYTES = 1 << 19  # For a worker that goes on in a log that others have filled.
@@ -19,39 +22,24 @@ _KEPT_BYTES = 1 << 18
 _READ_BYTES = 1 << 16
 _SAFE_BYTES = select.PIPE_BUF  # So much can be written without waiting to a pipe or socket that says it is ready.
 _PAUSE_S = 1.0  # Also how long to wait after a failed write.
-_LAST_WRITE_S = 2.0
 
 
 class Relay:
     """One pipe of a worker, and where it leads."""
 
-    def __init__(self, source: int, sink: int) -> None:
+    def __init__(self, source: int, log: Sink, shown: tuple[Sink, Echo] | None) -> None:
         """Begin to relay.
 
         Args:
             source: The pipe's end to read from; it is made not to wait.
-            sink: The log. It may be shared with others: it is neither changed nor cut.
+            log: Where all of it goes.
+            shown: Where it goes in lines, too, and what makes these lines.
         """
         os.set_blocking(source, False)
-        status = os.fstat(sink)
         self.source = source
-        self.sink = sink
         self.is_open = True
-        self._is_file = stat.S_ISREG(status.st_mode)
-        self._written = min(status.st_size, _LIVE_BYTES - _RESERVED_BYTES) if self._is_file else 0
-        self._kept = bytearray()  # What is not written yet.
-        self._dropped = 0
-        self._is_line_open = False
-        self._write_at = 0.0  # Not before.
-
-    def waits_for_sink(self, now: float) -> bool:
-        """Whether there is something to write as soon as the sink takes it."""
-        return not self._is_file and self._is_due(now)
-
-    def due_at(self, now: float) -> float | None:
-        """When to call `write` even if nothing happens until then."""
-        is_waiting = self._kept and self._may_write and not self.waits_for_sink(now)
-        return self._write_at if is_waiting else None
+        self._log = log
+        self._shown = shown
 
     def read(self) -> None:
         """Take what the worker has printed, at most so much that others get their turn."""
@@ -66,47 +54,96 @@ class Relay:
 
     def add(self, data: bytes) -> None:
         """Take something to write."""
+        self._log.add(data)
+        if self._shown is not None:
+            sink, echo = self._shown
+            sink.add(echo.take(data, time.monotonic()))
+
+    def finish(self, ends_at: float) -> None:
+        """Take all that is left, for the sinks to write. Whoever printed it has ended, or is not waited for."""
+        while self.is_open and self._has_input() and time.monotonic() < ends_at:
+            self.read()
+        if self._shown is not None:
+            sink, echo = self._shown
+            sink.add(echo.finish())
+
+    def _has_input(self) -> bool:
+        poll = select.poll()
+        poll.register(self.source, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+class Sink:
+    """A log, or the head's standard error: what is to be written there, and when."""
+
+    def __init__(self, descriptor: int, *, is_capped: bool = True) -> None:
+        """Begin to write.
+
+        Args:
+            descriptor: It may be shared with others: it is neither changed nor cut.
+            is_capped: Whether it takes megabytes and no more, but for the end.
+        """
+        status = os.fstat(descriptor)
+        self.descriptor = descriptor
+        self._is_file = stat.S_ISREG(status.st_mode)
+        self._is_capped = is_capped
+        self._written = min(status.st_size, _LIVE_BYTES - _RESERVED_BYTES) if self._is_file and is_capped else 0
+        self._kept = bytearray()  # What is not written yet.
+        self._dropped = 0
+        self._is_line_open = False
+        self._write_at = 0.0  # Not before.
+
+    def is_waited_for(self, now: float) -> bool:
+        """Whether there is something to write as soon as it can be written without waiting."""
+        return not self._is_file and self._is_due(now)
+
+    def due_at(self, now: float) -> float | None:
+        """When to call `write` even if nothing happens until then."""
+        is_waiting = self._kept and self._may_write and not self.is_waited_for(now)
+        return self._write_at if is_waiting else None
+
+    def add(self, data: bytes) -> None:
+        """Take something to write."""
         self._kept += data
         excess = len(self._kept) - _KEPT_BYTES
         if excess > 0:
             del self._kept[:excess]
             self._dropped += excess
-        if self._written >= _FIRST_BYTES:
+        if self._is_capped and self._written >= _FIRST_BYTES:
             self._write_at = time.monotonic() + _PAUSE_S
 
     def write(self) -> None:
-        """Write what is due, as far as the sink takes it without waiting."""
+        """Write what is due, as far as that is possible without waiting."""
         while self._is_due(time.monotonic()) and self._write_some():
             pass
 
-    def finish(self) -> None:
-        """Take and write all that is left. Whoever wrote it has ended, or is not waited for."""
-        ends_at = time.monotonic() + _LAST_WRITE_S
-        while self.is_open and self._has_input() and time.monotonic() < ends_at:
-            self.read()
+    def finish(self, ends_at: float) -> None:
+        """Write all that is left, if that is possible until then."""
         self._written, self._write_at = 0, 0.0
         while self._kept and time.monotonic() < ends_at:
-            if not self._write_some() and (self._write_at or not self._is_sink_ready(ends_at - time.monotonic())):
+            if not self._write_some() and (self._write_at or not self._is_ready(ends_at - time.monotonic())):
                 return  # It has failed, or takes nothing.
 
     @property
     def _may_write(self) -> bool:
-        return self._written < _LIVE_BYTES
+        return not self._is_capped or self._written < _LIVE_BYTES
 
     def _is_due(self, now: float) -> bool:
         return bool(self._kept) and self._may_write and self._write_at <= now
 
     def _write_some(self) -> bool:
-        """Write once; False if the sink takes nothing now."""
-        if not self._is_file and not self._is_sink_ready(0.0):
+        """Write once; False if nothing is taken now."""
+        if not self._is_file and not self._is_ready(0.0):
             return False
         note = b""
         if self._dropped:
             line_end = b"\n" if self._is_line_open else b""
             note = line_end + b"[clusterenv: %d bytes of output were dropped here]\n" % self._dropped
         data = note + self._kept[: (_READ_BYTES if self._is_file else _SAFE_BYTES) - len(note)]
+        if not self._is_capped:  # Others write to it as well: whole lines, if they are not too long.
+            data = data[: data.rfind(b"\n") + 1] or data
         try:
-            count = os.write(self.sink, data)
+            count = os.write(self.descriptor, data)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -121,12 +158,7 @@ class Relay:
             del self._kept[: count - len(note)]
         return True
 
-    def _has_input(self) -> bool:
+    def _is_ready(self, timeout_s: float) -> bool:
         poll = select.poll()
-        poll.register(self.source, select.POLLIN)
-        return bool(poll.poll(0))
-
-    def _is_sink_ready(self, timeout_s: float) -> bool:
-        poll = select.poll()
-        poll.register(self.sink, select.POLLOUT)
+        poll.register(self.descriptor, select.POLLOUT)
         return bool(poll.poll(max(0.0, timeout_s) * 1000))

@@ -1,0 +1,38 @@
+"""Follower: a process that shows on the head's standard error what workers elsewhere print. The head has no thread."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from clusterenv.launchers.processes import WorkerLog, uninterrupted, wait_for
+
+_END_S = 3.0
+
+
+class Follower:
+    """Follows workers' logs until it is closed; ends with the head, too."""
+
+    def __init__(self, logs: Sequence[WorkerLog]) -> None:
+        """Begin, with one log per worker in the order of their indices; raises OSError if that is not possible."""
+        descriptors = [log.file.fileno() for log in logs]
+        with uninterrupted():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "clusterenv.worker.follow", *map(str, descriptors)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                process_group=0,  # Ctrl-C in the terminal is for the head.
+            )
+
+    def close(self) -> None:
+        """Let it show what is left, and end it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        if not wait_for(self._process, time.monotonic() + _END_S):
+            self._process.kill()
+            self._process.wait()
