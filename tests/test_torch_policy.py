@@ -295,3 +295,28 @@ def test_a_critic_with_two_heads_keeps_both(obs: Obs) -> None:
         np.testing.assert_allclose(
             decision.extras["value"], agent.critic(torch.from_numpy(obs)).numpy(), rtol=1e-4, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("trunk", ["body", "trunk", "shared", "encoder", "backbone", "features", "cnn", "network"])
+@pytest.mark.parametrize("head", ["actor", "actor_mean", "pi"])
+def test_a_shared_trunk_may_have_any_name(trunk: str, head: str, obs: Obs) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            setattr(self, trunk, nn.Sequential(nn.Linear(4, 16), nn.Tanh()))
+            setattr(self, head, nn.Linear(16, 3))
+            self.critic = nn.Linear(16, 1)
+
+        def get_action_and_value(self, x: Any, action: Any = None) -> Any:
+            hidden = getattr(self, trunk)(x)
+            probs = TorchCategorical(logits=getattr(self, head)(hidden))
+            if action is None:
+                action = probs.sample()
+            return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
+
+    torch.manual_seed(0)
+    agent = Shared()
+    decision = on_worker(as_policy(agent)).act(obs)
+    logprob, value = evaluate(agent, obs, decision.action)
+    np.testing.assert_allclose(decision.extras["logprob"], logprob, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(decision.extras["value"], value, rtol=1e-4, atol=1e-5)

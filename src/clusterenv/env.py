@@ -24,7 +24,7 @@ from clusterenv.head.worker import Worker
 from clusterenv.launchers.base import Launcher
 from clusterenv.launchers.local import LocalLauncher
 from clusterenv.policy.policy import Policy
-from clusterenv.policy.sync import AdaptiveSync, SyncRule
+from clusterenv.policy.sync import EveryUpdate, SyncRule
 from clusterenv.rollout import Rollout
 from clusterenv.setup.factories import EnvArgument, resolve
 from clusterenv.setup.sample import ObservationMode, check_mode, make_sample
@@ -93,7 +93,8 @@ class ClusterEnv(BackedVectorEnv):
                 one per usable core, at most `num_envs`. 0 runs everything in this very process: for breakpoints, and
                 for environments so cheap that nothing is won.
             launcher: Where workers are started; by default as children of this process.
-            sync: When a policy on the workers takes the learner's newest weights; `AdaptiveSync()` by default.
+            sync: When a policy on the workers takes the learner's newest weights; `EveryUpdate()` by default: each
+                rollout is made with the newest. `AdaptiveSync(0.05)` saves most of that traffic.
             autoreset_mode: What happens when an episode ends, as in Gymnasium.
             observation_mode: How observation spaces are batched, as in Gymnasium.
             copy: Whether `reset` and `step` return observations of the caller's own. False saves the copy, and the
@@ -151,7 +152,7 @@ class ClusterEnv(BackedVectorEnv):
             )
         self._serve(backend, sample)
         layouts = self._action_layout, self._observation_layout
-        self._rollouts = Rollouts(backend, sync or AdaptiveSync(), layouts, self.autoreset_mode, copies=copy)
+        self._rollouts = Rollouts(backend, sync or EveryUpdate(), layouts, self.autoreset_mode, copies=copy)
         if isinstance(backend, Remote):
             backend.on_adopted = self._rollouts.versions.note_adopted
             backend.weights_now = self._rollouts.versions.encode_newest

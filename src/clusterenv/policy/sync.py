@@ -7,7 +7,7 @@ returns a verdict, without I/O or a clock. Versions are numbered from 1; a worke
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -72,7 +72,7 @@ class SyncRule(Protocol):
         """Return the tracker for one worker."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AdaptiveSync:
     """Pull when the worker's policy has diverged from the newest one.
 
@@ -92,8 +92,8 @@ class AdaptiveSync:
     """
 
     threshold: float = 0.05
-    max_lag: int = 20
-    plateau: float | None = 0.5
+    max_lag: int = field(default=20, kw_only=True)
+    plateau: float | None = field(default=0.5, kw_only=True)
 
     needs_sketch: ClassVar[bool] = True
 
