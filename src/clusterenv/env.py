@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.actions import is_batch
-from clusterenv.adapters import as_policy
+from clusterenv.adapters import as_travelling_policy
 from clusterenv.config import Faults, Network, Timeouts
 from clusterenv.errors import ConfigError, WorkerLost
 from clusterenv.head.exchange import Exchange
@@ -23,6 +23,7 @@ from clusterenv.head.supervisor import Loss
 from clusterenv.head.worker import Worker
 from clusterenv.launchers.base import Launcher
 from clusterenv.launchers.local import LocalLauncher
+from clusterenv.policy.contents import announce
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sync import EveryUpdate, SyncRule
 from clusterenv.rollout import Rollout
@@ -360,7 +361,7 @@ class ClusterEnv(BackedVectorEnv):
     def publish(self, agent: Any) -> None:
         """Say that the agent's weights have changed, where that cannot be noticed: they become the next version."""
         with self._owner:
-            self._policy_of(agent)
+            announce(self._policy_of(agent))
             self._rollouts.publish()
 
     @property
@@ -375,7 +376,7 @@ class ClusterEnv(BackedVectorEnv):
     def _policy_of(self, agent: object) -> Policy:
         """Return the agent as a policy: the same one as long as it is the same agent."""
         if self._agent is None or self._agent[0] is not agent:
-            self._agent = agent, as_policy(agent)
+            self._agent = agent, as_travelling_policy(agent)
         return self._agent[1]
 
     def _ensure_reset(self) -> None:

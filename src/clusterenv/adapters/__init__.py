@@ -5,10 +5,13 @@ Each framework's adapter is imported only when an agent of that framework is giv
 
 from __future__ import annotations
 
-from clusterenv.errors import PolicyError
-from clusterenv.policy.policy import FunctionPolicy, Policy
+import sys
 
-__all__ = ["as_policy"]
+from clusterenv.errors import PolicyError
+from clusterenv.policy.contents import ArrayKind
+from clusterenv.policy.policy import FunctionPolicy, Policy, TrackedPolicy
+
+__all__ = ["as_policy", "as_travelling_policy"]
 
 
 def as_policy(agent: object) -> Policy:
@@ -26,8 +29,28 @@ def as_policy(agent: object) -> Policy:
 
         return TorchPolicy(agent)  # type: ignore[arg-type]  # TorchPolicy refuses what is not an nn.Module
     if callable(agent):
-        return FunctionPolicy(agent)
+        return FunctionPolicy(agent, _array_kinds())
     raise PolicyError(
         f"A {type(agent).__name__} is not a policy. Give a torch module, a function from observations to actions, or "
         "an object with the methods of clusterenv.policy.Policy (BasePolicy has all but one of them)."
     )
+
+
+def as_travelling_policy(agent: object) -> Policy:
+    """Return the agent as a policy of which everything that can change reaches the workers.
+
+    Raises:
+        PolicyError: It cannot be read as a policy.
+    """
+    policy = as_policy(agent)
+    return policy if policy is not agent or hasattr(policy, "contents") else TrackedPolicy(policy, _array_kinds())
+
+
+def _array_kinds() -> list[ArrayKind]:
+    """Return the kinds of arrays that an agent of this process may hold."""
+    kinds: list[ArrayKind] = []
+    if "torch" in sys.modules:
+        from clusterenv.adapters.torch.module import TORCH
+
+        kinds.append(TORCH)
+    return kinds

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from clusterenv.errors import PolicyError
 from clusterenv.head.stats import Stats
 from clusterenv.head.worker import HeldPolicy, Worker
+from clusterenv.policy.contents import generation_of
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sketch import (
     DEFAULT_PROBES,
@@ -76,6 +78,7 @@ class Versions:
         self._policy: Policy | None = None
         self._stamp: Hashable = None
         self._is_told = False
+        self._generation = 0
         self._spec = WeightsSpec(())
         self._sum_held = 0
         self._encoded: tuple[int, Frames] | None = None
@@ -87,18 +90,32 @@ class Versions:
 
     def prepare(self, policy: Policy, arguments: Mapping[str, Any]) -> set[Worker]:
         """Bring the newest version to the workers that need it; returns which of them must load it now."""
-        if policy is not self._policy:
+        if policy is not self._policy or not self._notice(policy):
             self._adopt(policy, arguments)
             return set()
-        self.notice(policy)
         return self._choose(policy)
 
     def notice(self, policy: Policy) -> None:
-        """Find out whether the weights have changed: then they are a new version."""
+        """Find out, in a stream, whether the weights have changed: then they are a new version.
+
+        Raises:
+            PolicyError: The structure has changed, too.
+        """
+        if not self._notice(policy):
+            raise PolicyError(
+                "The agent's structure has changed: a layer, a function or an attribute was added, removed or replaced "
+                "by another kind. Workers are given it with the next call; open a new stream for it."
+            )
+
+    def _notice(self, policy: Policy) -> bool:
+        """Number a new version if there is one; False if it is not a version but another structure."""
         stamp = policy.stamp()
+        if generation_of(policy) != self._generation:
+            return False
         if self._is_told or stamp != self._stamp:
             self._stamp, self._is_told = stamp, False
             self._number_version()
+        return True
 
     def remember(self, buffers: RolloutBuffers) -> None:
         """Keep the probes of a rollout of all environments, the same that its workers keep."""
@@ -203,8 +220,9 @@ class Versions:
         self._spec = WeightsSpec.of(policy.weights())
         num_probes = DEFAULT_PROBES if self._rule.needs_sketch else 0
         stamp = policy.stamp()
+        generation = generation_of(policy)
         self._backend.adopt(policy, self._spec, self.newest + 1, num_probes, arguments)
-        self._policy, self._stamp, self._is_told = policy, stamp, False
+        self._policy, self._stamp, self._is_told, self._generation = policy, stamp, False, generation
         self._number_version()
         self._sum_held = 0
         for worker in self._workers:

@@ -49,6 +49,7 @@ class Shard:
         self._making_row: int | None = None
         self._is_at_start = True  # Whether no environment was stepped since all were reset.
         self._policy_seed: int | None = None
+        self._num_adopted = 0  # Policies since the last reset of all.
         self._collector: Collector | None = None
 
     @property
@@ -100,6 +101,7 @@ class Shard:
         if mask is None:
             self._is_at_start = True
             self._policy_seed = _policy_seed(seeds[0])
+            self._num_adopted = 0
         if self._collector is not None:
             rows = np.ones(len(seeds), np.bool_) if mask is None else np.array(mask, np.bool_)
             self._collector.restart(rows, self._policy_seed if mask is None else None)
@@ -147,7 +149,9 @@ class Shard:
         collector.load(version, weights)
         extras, states = collector.rehearse(values)
         if self._policy_seed is not None:
-            policy.seed(self._policy_seed)
+            # The second policy since a reset must not repeat the random choices of the first.
+            policy.seed(self._policy_seed + self._num_adopted)
+        self._num_adopted += 1
         self._collector = collector
         layouts = Layout(spaces.action_space), Layout(spaces.observation_space)
         self.rollout_layout = RolloutLayout(*layouts, tuple(extras), tuple(states))

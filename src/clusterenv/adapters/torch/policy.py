@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from torch import nn
 from clusterenv.adapters.torch.actor_critic import ActorCritic
 from clusterenv.adapters.torch.fast_path import Mlp, compile_mlp, is_pure
 from clusterenv.adapters.torch.module import (
-    ChangeDetector,
+    TORCH,
     Evaluation,
     Prepare,
     Randomness,
@@ -26,13 +25,11 @@ from clusterenv.adapters.torch.module import (
     as_floats,
     as_state,
     as_tensors,
-    load_weights,
     perturbed_copy,
-    read_weights,
-    strip,
     unwrap,
 )
 from clusterenv.errors import ConfigError, PolicyError
+from clusterenv.policy.contents import Contents, Delivered
 from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution, Floats
 from clusterenv.policy.families import (
     Bernoulli,
@@ -98,8 +95,18 @@ class TorchPolicy:
         self._output = output
         self._prepare = prepare
         self._inference = self._choose_inference(is_owned=False)
-        self._changes = ChangeDetector(self.module)
+        self._contents: Contents | None = None
+        self._delivered: Delivered | None = None
         self._randomness = Randomness()
+
+    @property
+    def contents(self) -> Contents:
+        """What travels to the workers."""
+        if self._contents is None:
+            # Together, so that a function that refers to the module still refers to the same one afterwards.
+            others = {"functions": self._functions, "output": self._output, "prepare": self._prepare}
+            self._contents = Contents({"": self.module, **others}, [TORCH])
+        return self._contents
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
         return self._inference.act(obs, state, call, self._randomness)
@@ -109,15 +116,18 @@ class TorchPolicy:
         return self._inference.distribution(obs, state)
 
     def weights(self) -> dict[str, Array]:
-        """Return parameters and persistent buffers; on a CPU they are the module's own memory."""
-        return read_weights(self.module)
+        """Return parameters, buffers and plain values; on a CPU the arrays are the module's own memory."""
+        return self.contents.weights() if self._delivered is None else self._delivered.weights()
 
     def load(self, weights: Weights) -> None:
-        load_weights(self.module, weights)
+        if self._delivered is None:
+            raise PolicyError("Only a worker's copy of a policy is loaded: write to the learner's own agent directly.")
+        if self._delivered.load(weights):
+            self._inference = self._choose_inference(is_owned=True)  # What was found out may hold no longer.
 
     def stamp(self) -> Hashable:
-        """Return a value that changes with the weights, however they are written."""
-        return self._changes.stamp()
+        """Return a value that changes with the weights, however they are written, and with the module's attributes."""
+        return self.contents.stamp()
 
     def seed(self, seed: int) -> None:
         """Seed this policy's own generators; torch's global one is left alone."""
@@ -128,8 +138,7 @@ class TorchPolicy:
 
     def __reduce__(self) -> tuple[Callable[[bytes], TorchPolicy], tuple[bytes]]:
         """Pickle the structure without the weights, for the CPU."""
-        # Together, so that a function that refers to the module still refers to the same one afterwards.
-        return _rebuild, (strip((self.module, self._functions, self._output, self._prepare), self.module),)
+        return _rebuild, (self.contents.pack(),)
 
     def _choose_inference(self, *, is_owned: bool) -> _Inference:
         module, functions = self.module, self._functions
@@ -150,11 +159,13 @@ class TorchPolicy:
         return _ForwardInference(module, output, self._prepare, is_owned)
 
 
-def _rebuild(structure: bytes) -> TorchPolicy:
+def _rebuild(packed: bytes) -> TorchPolicy:
     """Make a worker's policy; its weights are zeros until some are loaded."""
-    module, functions, output, prepare = pickle.loads(structure)  # noqa: S301  # called by unpickling
+    delivered = Delivered(packed)
+    module, functions, output, prepare = delivered.payload.values()
     module.requires_grad_(False)
     policy = TorchPolicy(module, output=output, prepare=prepare, **vars(functions))
+    policy._delivered = delivered
     policy._inference = policy._choose_inference(is_owned=True)
     return policy
 
