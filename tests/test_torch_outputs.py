@@ -49,7 +49,7 @@ def obs() -> Obs:
 
 def test_a_q_network_is_greedy_but_for_epsilon(obs: Obs) -> None:
     agent = QNetwork()
-    worker = on_worker(as_policy(agent))
+    worker = on_worker(as_policy(agent), obs=obs)
     with torch.no_grad():
         best = agent(torch.from_numpy(obs)).argmax(1).numpy()
     np.testing.assert_array_equal(worker.act(obs).action, best)
@@ -62,7 +62,7 @@ def test_a_q_network_is_greedy_but_for_epsilon(obs: Obs) -> None:
 
 def test_a_deterministic_actor_adds_noise_only_when_asked(obs: Obs) -> None:
     agent = Actor()
-    worker = on_worker(as_policy(agent))
+    worker = on_worker(as_policy(agent), obs=obs)
     with torch.no_grad():
         expected = agent(torch.from_numpy(obs)).numpy()
     decision = worker.act(obs)
@@ -78,7 +78,7 @@ def test_a_deterministic_actor_adds_noise_only_when_asked(obs: Obs) -> None:
 def test_a_sac_actor_is_sampled_as_it_samples_itself(obs: Obs) -> None:
     torch.manual_seed(0)
     agent = SacActor()
-    worker = on_worker(as_policy(agent))
+    worker = on_worker(as_policy(agent), obs=obs)
     distribution = worker.distribution(obs)
     assert isinstance(distribution, SquashedGaussian)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_a_module_that_returns_logits_needs_one_word(obs: Obs) -> None:
     network = mlp(4, 3)
     with pytest.raises(PolicyError, match=r"TorchPolicy\(agent, output="):
         as_policy(network)
-    worker = on_worker(TorchPolicy(network, output="logits"))
+    worker = on_worker(TorchPolicy(network, output="logits"), obs=obs)
     decision = worker.act(obs)
     with torch.no_grad():
         expected = torch.log_softmax(network(torch.from_numpy(obs)), -1).numpy()
@@ -119,7 +119,7 @@ def test_logits_may_come_with_a_value(obs: Obs) -> None:
             return self.pi(x), self.v(x)
 
     agent = Both()
-    decision = on_worker(TorchPolicy(agent, output="logits")).act(obs)
+    decision = on_worker(TorchPolicy(agent, output="logits"), obs=obs).act(obs)
     with torch.no_grad():
         np.testing.assert_allclose(decision.extras["value"], agent(torch.from_numpy(obs))[1][:, 0], rtol=1e-5)
 

@@ -32,6 +32,8 @@ from clusterenv.wire.zeromq import Frames, cut
 
 log = logging.getLogger(__name__)
 
+_MAX_SHOWN = 64  # Observations are a policy's to try itself on: a few will do.
+
 
 class PolicyBackend(Protocol):
     """Where policies run."""
@@ -110,6 +112,8 @@ class Versions:
     def _notice(self, policy: Policy) -> bool:
         """Number a new version if there is one; False if it is not a version but another structure."""
         stamp = policy.stamp()
+        if self._is_told or stamp != self._stamp:
+            self._show(policy)
         if generation_of(policy) != self._generation:
             return False
         if self._is_told or stamp != self._stamp:
@@ -217,6 +221,7 @@ class Versions:
 
     def _adopt(self, policy: Policy, arguments: Mapping[str, Any]) -> None:
         self.forget_policy()  # Should adopting fail halfway, no worker is trusted to hold any policy.
+        self._show(policy)
         self._spec = WeightsSpec.of(policy.weights())
         num_probes = DEFAULT_PROBES if self._rule.needs_sketch else 0
         stamp = policy.stamp()
@@ -229,6 +234,13 @@ class Versions:
             worker.policy = HeldPolicy(tracker=self._rule.start())
             if worker.has_served:
                 self._pull(worker, Reason.FIRST)
+
+    def _show(self, policy: Policy) -> None:
+        """Show a policy that wants to see them the newest observations, before its weights are read."""
+        if (look_at := getattr(policy, "look_at", None)) is not None:
+            rows = [array[:_MAX_SHOWN] for array in self._backend.newest.observations if array is not None]
+            look_at(self._observations.nest(rows))
+        self._stats.fast_path = int(getattr(policy, "is_fast", False))
 
     def _number_version(self) -> None:
         self.newest += 1

@@ -155,6 +155,10 @@ class Contents:
                 self._encode_values()  # It may no longer fit its block.
         return self.generation, self._num_walks, values, tuple([read() for read in self._watches])
 
+    def plain_values(self) -> Hashable:
+        """Return the plain values, to be compared with those of another time."""
+        return self._last_values
+
     def announce(self) -> None:
         """Take for changed what cannot be compared: if there is any, the next call sends everything anew."""
         self.generation += self._is_blind
@@ -256,6 +260,10 @@ class Delivered:
         """Return the arrays, and the block of plain values, as they were loaded last."""
         arrays = {name: kind.view(array) for name, (kind, array) in self._arrays.items()}
         return arrays if self._block is None else {**arrays, VALUES: self._block}
+
+    def named_arrays(self) -> dict[str, Any]:
+        """Return the arrays as the payload has them."""
+        return {name: array for name, (_, array) in self._arrays.items()}
 
     def load(self, weights: Weights) -> bool:
         """Overwrite arrays in place, and plain values that have changed on the head; says whether any has.
@@ -631,13 +639,12 @@ def _itself(obj: Any) -> Any:
 
 
 def generation_of(policy: object) -> int:
-    """Return how often a policy's structure has changed, if it has any that can."""
-    contents = getattr(policy, "contents", None)
-    return contents.generation if isinstance(contents, Contents) else 0
+    """Return how often a policy's structure has changed, if it can tell."""
+    generation: int = getattr(policy, "generation", 0)
+    return generation
 
 
 def announce(policy: object) -> None:
-    """Let the next call send a policy anew, whatever of it has changed."""
-    contents = getattr(policy, "contents", None)
-    if isinstance(contents, Contents):
-        contents.announce()
+    """Let the next call send a policy anew, if there is something of it that cannot be compared."""
+    if (tell := getattr(policy, "announce", None)) is not None:
+        tell()

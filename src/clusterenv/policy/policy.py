@@ -160,6 +160,15 @@ class FunctionPolicy(BasePolicy):
             self._contents = Contents(self._function, self._kinds)
         return self._contents
 
+    @property
+    def generation(self) -> int:
+        """How often what the function is made of has changed, other than arrays and plain values."""
+        return self.contents.generation
+
+    def announce(self) -> None:
+        """Take for changed what cannot be compared."""
+        self.contents.announce()
+
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
         answer = self._function(obs, **self._signature.bind(self.rng, call))
         return answer if isinstance(answer, Decision) else Decision(answer, {})
@@ -195,6 +204,12 @@ class TrackedPolicy:
         self.contents = Contents(policy, kinds, own=policy.weights)
         self.act, self.distribution = policy.act, policy.distribution
         self.seed, self.initial_state = policy.seed, policy.initial_state
+        self.announce = self.contents.announce
+
+    @property
+    def generation(self) -> int:
+        """How often what the policy is made of has changed, other than weights and plain values."""
+        return self.contents.generation
 
     def weights(self) -> dict[str, Array]:
         return {**self._policy.weights(), **self.contents.weights()}

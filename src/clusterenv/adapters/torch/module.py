@@ -227,9 +227,9 @@ def as_array(tensor: torch.Tensor) -> Array:
 
 
 def as_floats(tensor: torch.Tensor) -> Floats:
-    """Turn one result into an array of float32."""
-    array: Floats = as_array(tensor).astype(np.float32, copy=False)
-    return array
+    """Turn one result into an array of floats: float64 if it is of that, otherwise float32."""
+    array: Floats = as_array(tensor)
+    return array if array.dtype == np.float64 else array.astype(np.float32, copy=False)
 
 
 def as_arrays(tree: TensorTree) -> Tree:

@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-import numpy as np
 import torch
-from torch import distributions as td
 from torch import nn
 
 from clusterenv.adapters.torch.actor_critic import ActorCritic
-from clusterenv.adapters.torch.fast_path import Mlp, compile_mlp, is_pure
+from clusterenv.adapters.torch.distributions import describe, from_torch, read
 from clusterenv.adapters.torch.module import (
     TORCH,
     Evaluation,
     Prepare,
     Randomness,
+    TensorTree,
     as_array,
     as_arrays,
     as_column,
-    as_floats,
     as_state,
     as_tensors,
-    perturbed_copy,
     unwrap,
 )
+from clusterenv.adapters.torch.numpy_program import NumpyProgram
+from clusterenv.adapters.torch.trace import Sheet
 from clusterenv.errors import ConfigError, PolicyError
 from clusterenv.policy.contents import Contents, Delivered
-from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution, Floats
-from clusterenv.policy.families import (
-    Bernoulli,
-    Categorical,
-    Deterministic,
-    DiagonalGaussian,
-    MultiCategorical,
-    QValues,
-    SquashedGaussian,
-)
+from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution
 from clusterenv.policy.policy import Decision, Signature, State, Tree, draw
 from clusterenv.policy.weights import Weights
 
@@ -94,9 +84,11 @@ class TorchPolicy:
         self._functions = _Functions(act, distribution, value, initial_state)
         self._output = output
         self._prepare = prepare
-        self._inference = self._choose_inference(is_owned=False)
+        self._inference = self._choose_inference()
         self._contents: Contents | None = None
         self._delivered: Delivered | None = None
+        self._program: NumpyProgram | None = None
+        self._num_programs = 0
         self._randomness = Randomness()
 
     @property
@@ -108,22 +100,67 @@ class TorchPolicy:
             self._contents = Contents({"": self.module, **others}, [TORCH])
         return self._contents
 
+    @property
+    def generation(self) -> int:
+        """How often what travels to workers, other than weights, has changed."""
+        return self.contents.generation + self._num_programs
+
+    @property
+    def inference(self) -> _Inference:
+        """How the module is run."""
+        return self._inference
+
+    @property
+    def is_traceable(self) -> bool:
+        """Whether observations and weights alone decide what the module returns."""
+        return self._inference.is_traceable and self._delivered is None
+
+    def copy_here(self) -> TorchPolicy:
+        """Make a copy such as a worker has: it can be run without leaving a trace in the learner's own module."""
+        return _rebuild(self.contents.pack())
+
+    def named_arrays(self) -> dict[str, torch.Tensor]:
+        """Return a copy's tensors by the names of its weights."""
+        assert self._delivered is not None, "this is a copy"
+        arrays = self._delivered.named_arrays()
+        return {name: array for name, array in arrays.items() if isinstance(array, torch.Tensor)}
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether workers evaluate this policy in numpy, without torch."""
+        return self._program is not None
+
+    def announce(self) -> None:
+        """Take for changed what cannot be compared."""
+        self.contents.announce()
+
+    def look_at(self, obs: Tree) -> None:
+        """Find out on real observations whether numpy can do what the module does, for the weights of this moment."""
+        found = self._program
+        before = None if found is None else found.program
+        self._program = NumpyProgram.find(self, obs) if found is None else found.renew(self, obs)
+        self._num_programs += before != (None if self._program is None else self._program.program)
+
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
         return self._inference.act(obs, state, call, self._randomness)
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
         """Return the action distributions on a batch; None if they cannot be read from the module."""
+        if self._program is not None and (found := self._program.distribution(self, obs)) is not None:
+            return found
         return self._inference.distribution(obs, state)
 
     def weights(self) -> dict[str, Array]:
         """Return parameters, buffers and plain values; on a CPU the arrays are the module's own memory."""
-        return self.contents.weights() if self._delivered is None else self._delivered.weights()
+        if self._delivered is not None:
+            return self._delivered.weights()
+        return self.contents.weights() if self._program is None else self._program.weights(self)
 
     def load(self, weights: Weights) -> None:
         if self._delivered is None:
             raise PolicyError("Only a worker's copy of a policy is loaded: write to the learner's own agent directly.")
         if self._delivered.load(weights):
-            self._inference = self._choose_inference(is_owned=True)  # What was found out may hold no longer.
+            self._inference = self._choose_inference()  # What was found out may hold no longer.
 
     def stamp(self) -> Hashable:
         """Return a value that changes with the weights, however they are written, and with the module's attributes."""
@@ -136,11 +173,11 @@ class TorchPolicy:
     def initial_state(self, num_envs: int) -> State | None:
         return self._inference.initial_state(num_envs)
 
-    def __reduce__(self) -> tuple[Callable[[bytes], TorchPolicy], tuple[bytes]]:
-        """Pickle the structure without the weights, for the CPU."""
-        return _rebuild, (self.contents.pack(),)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the structure without the weights, for the CPU; for numpy, if that is known to be enough."""
+        return (_rebuild, (self.contents.pack(),)) if self._program is None else self._program.reduce(self)
 
-    def _choose_inference(self, *, is_owned: bool) -> _Inference:
+    def _choose_inference(self) -> _Inference:
         module, functions = self.module, self._functions
         if functions.act is not None or functions.distribution is not None:
             return _FunctionInference(module, functions, self._prepare)
@@ -150,13 +187,13 @@ class TorchPolicy:
             raise ConfigError(f"TorchPolicy(output=...) must be one of {', '.join(_OUTPUTS)}; got {self._output!r}.")
         if self._output is None:
             if callable(getattr(module, "get_action_and_value", None)):
-                return ActorCritic(module, "get_action_and_value", self._prepare, is_owned)
+                return ActorCritic(module, "get_action_and_value", self._prepare)
             if isinstance(getattr(module, "actor", None), nn.Module) and _has_forward(module):
-                return ActorCritic(module, "forward", self._prepare, is_owned)
+                return ActorCritic(module, "forward", self._prepare)
         output = self._output or _guess_output(module)
         if output is None:
             raise PolicyError(_unreadable(module))
-        return _ForwardInference(module, output, self._prepare, is_owned)
+        return _ForwardInference(module, output, self._prepare)
 
 
 def _rebuild(packed: bytes) -> TorchPolicy:
@@ -166,7 +203,6 @@ def _rebuild(packed: bytes) -> TorchPolicy:
     module.requires_grad_(False)
     policy = TorchPolicy(module, output=output, prepare=prepare, **vars(functions))
     policy._delivered = delivered
-    policy._inference = policy._choose_inference(is_owned=True)
     return policy
 
 
@@ -211,7 +247,24 @@ class _FunctionInference:
             return None
         with self._evaluation.quiet():
             arguments = self._distribution.bind(self._tensor_state(state), NO_VALUES)
-            return _from_torch(self._functions.distribution(self._module, self._prepare(obs), **arguments))
+            return from_torch(self._functions.distribution(self._module, self._prepare(obs), **arguments))
+
+    @property
+    def is_traceable(self) -> bool:
+        functions = self._functions
+        has_state = functions.initial_state is not None or functions.act is not None
+        return not has_state and self._prepare == self._evaluation.tensors
+
+    def study(self, obs: Tree) -> None:
+        """Do nothing: the user has said how to read the distribution."""
+
+    def sheet(self, tensors: TensorTree, num_rows: int) -> Sheet:
+        """Run the functions and return the tensors they made."""
+        assert self._functions.distribution is not None, "it is traceable"
+        assert self._distribution is not None, "as above"
+        found = describe(self._functions.distribution(self._module, tensors, **self._distribution.bind(None, {})))
+        value = self._functions.value
+        return found if value is None else replace(found, extras={"value": value(self._module, tensors)})
 
     def initial_state(self, num_envs: int) -> State | None:
         make = self._functions.initial_state
@@ -228,88 +281,69 @@ class _FunctionInference:
 class _ForwardInference:
     """Acts by what `forward` returns; "logits", "q" and "action" may come with a value as second result."""
 
-    def __init__(self, module: nn.Module, output: Output, prepare: Prepare | None, is_owned: bool) -> None:
+    def __init__(self, module: nn.Module, output: Output, prepare: Prepare | None) -> None:
         self._module = module
         self._output = output
         self._evaluation = Evaluation(module)
         self._prepare = prepare or self._evaluation.tensors
-        self._may_compile = is_owned and prepare is None and output in ("logits", "q", "action")
-        self._mlp: Mlp | None = None
+        self.is_traceable = prepare is None
 
     def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
-        distribution, extras = self._run(obs)
+        with self._evaluation.quiet(), randomness.torch():
+            sheet = self.sheet(self._prepare(obs), 0)
+            distribution = read(sheet)
+            count = len(distribution)
+            extras = {name: as_column(tensor, name, count) for name, tensor in sheet.extras.items()}
         return draw(distribution, randomness.numpy, call, extras)
 
     def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
-        return self._run(obs)[0]
+        with self._evaluation.quiet(), Randomness(0).torch():
+            return read(self.sheet(self._prepare(obs), 0))
 
     def initial_state(self, num_envs: int) -> State | None:
         return None
 
-    def _run(self, obs: Tree) -> tuple[Distribution, dict[str, Array]]:
-        if self._may_compile:
-            self._may_compile = False
-            self._mlp = self._compile(obs)
-        if self._mlp is not None and isinstance(obs, np.ndarray):
-            return self._describe(self._mlp(obs.T.astype(self._mlp.dtype, copy=False)).T, None), {}
-        with self._evaluation.quiet():
-            answer = self._module(self._prepare(obs))
+    def study(self, obs: Tree) -> None:
+        """Do nothing: the output is known."""
+
+    def sheet(self, tensors: TensorTree, num_rows: int) -> Sheet:
+        """Run the module and return the tensors it made."""
+        answer = self._module(tensors)
         first, second = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if not isinstance(first, torch.Tensor):
             raise PolicyError(
                 f"forward() of {type(self._module).__name__} should return {self._output} as a tensor, "
                 f"got {type(answer).__name__}."
             )
-        rows = as_floats(first)
-        if self._output in ("gaussian", "squashed") or second is None:
-            return self._describe(rows, second), {}
-        return self._describe(rows, None), {"value": as_column(second, "value", len(rows))}
-
-    def _describe(self, rows: Floats, second: torch.Tensor | None) -> Distribution:
+        if self._output in ("gaussian", "squashed"):
+            if second is None:
+                raise PolicyError(f"A {self._output} policy's forward() should return (mean, log_std).")
+            constants = self._constants() if self._output == "squashed" else {}
+            family = "squashed_gaussian" if constants else "diagonal_gaussian"
+            return Sheet(family, {"mean": first, "log_std": second}, constants, {})
+        extras = {} if second is None else {"value": second}
         match self._output:
             case "logits":
-                return Categorical(rows)
+                return Sheet("categorical", {"logits": first}, {}, extras)
             case "q":
-                return QValues(rows)
-            case "action":
-                if hasattr(self._module, "action_scale"):
-                    scale, shift = self._constants()
-                    return Deterministic(rows, scale, shift - scale, shift + scale)
-                return Deterministic(rows)
-            case "gaussian" | "squashed":
-                if second is None:
-                    raise PolicyError(f"A {self._output} policy's forward() should return (mean, log_std).")
-                if self._output == "gaussian":
-                    return DiagonalGaussian(rows, as_floats(second))
-                return SquashedGaussian(rows, as_floats(second), *self._constants())
+                return Sheet("q_values", {"q": first}, {}, extras)
+            case _:
+                return Sheet("deterministic", {"action": first}, self._bounds(), extras)
 
-    def _constants(self) -> tuple[Floats, Floats]:
+    def _constants(self) -> dict[str, object]:
         """Return the scale and the shift that CleanRL's continuous agents apply after tanh."""
         scale, shift = getattr(self._module, "action_scale", 1.0), getattr(self._module, "action_bias", 0.0)
-        return _constant(scale).reshape(-1), _constant(shift).reshape(-1)
+        return {"scale": _flat(scale), "shift": _flat(shift)}
 
-    def _compile(self, obs: Tree) -> Mlp | None:
-        """Turn the network into numpy layers if `forward` does nothing but call it."""
-        if not isinstance(obs, np.ndarray) or obs.ndim != 2:
-            return None
-        children = [name for name, _ in self._module.named_children()]
-        if isinstance(self._module, nn.Sequential):
-            path = ""
-        elif len(children) == 1 and is_pure(self._module, "forward", frozenset(children)):
-            path = children[0]
-        else:
-            return None
-        twin = perturbed_copy(self._module)
-        guess = compile_mlp(twin.get_submodule(path))
-        if guess is None:
-            return None
-        with self._evaluation.quiet():
-            truth = twin(Evaluation(twin).tensors(obs))
-        if not isinstance(truth, torch.Tensor) or not np.allclose(
-            guess(obs.T.astype(guess.dtype)).T, truth.numpy(), rtol=1e-3, atol=1e-4
-        ):
-            return None
-        return compile_mlp(self._module.get_submodule(path))
+    def _bounds(self) -> dict[str, object]:
+        if not hasattr(self._module, "action_scale"):
+            return {}
+        scale, shift = self._constants().values()
+        return {"scale": scale, "low": shift - scale, "high": shift + scale}  # type: ignore[operator]  # numbers or tensors
+
+
+def _flat(value: object) -> object:
+    return value.reshape(-1) if isinstance(value, torch.Tensor) and value.ndim != 1 else value
 
 
 def _read_answer(answer: object) -> Decision:
@@ -326,61 +360,6 @@ def _read_answer(answer: object) -> Decision:
         "act() should return the actions, or a dict with 'action' and whatever else the learner wants, "
         f"got {type(answer).__name__}."
     )
-
-
-def _from_torch(given: object) -> Distribution:
-    """Read what a user's `distribution` returned.
-
-    Args:
-        given: A torch distribution over n states, a sequence of Categoricals (one for each part of a MultiDiscrete
-            action), or one of our own distributions.
-    """
-    if isinstance(given, Distribution):
-        return given
-    if isinstance(given, Sequence) and given and all(isinstance(part, td.Categorical) for part in given):
-        logits = [as_floats(part.logits) for part in given]
-        return MultiCategorical(np.concatenate(logits, axis=1), tuple(part.shape[1] for part in logits))
-    if isinstance(given, td.Independent):
-        return _from_torch(given.base_dist)
-    if isinstance(given, td.Categorical):
-        return Categorical(as_floats(given.logits))
-    if isinstance(given, td.Bernoulli):
-        return Bernoulli(_rows(given.logits))
-    if isinstance(given, td.Normal):
-        return DiagonalGaussian(_rows(given.loc), _rows(given.scale.log()))
-    if isinstance(given, td.TransformedDistribution) and (squashed := _squashed(given)):
-        return squashed
-    raise PolicyError(
-        f"ClusterEnv cannot compare distributions of type {type(given).__name__}. Return a Categorical, a list of "
-        "Categoricals, a Bernoulli, a Normal, or a Normal under TanhTransform (and AffineTransform); or describe it "
-        "yourself with clusterenv.policy.Custom(arrays, compare)."
-    )
-
-
-def _squashed(given: td.TransformedDistribution) -> SquashedGaussian | None:
-    base: object = given.base_dist
-    transforms = list(given.transforms)
-    while isinstance(base, td.Independent):
-        base = base.base_dist
-    if not isinstance(base, td.Normal) or not transforms or not isinstance(transforms[0], td.TanhTransform):
-        return None
-    gaussian = SquashedGaussian(_rows(base.loc), _rows(base.scale.log()))
-    match transforms[1:]:
-        case []:
-            return gaussian
-        case [td.AffineTransform() as affine]:
-            return replace(gaussian, scale=_constant(affine.scale), shift=_constant(affine.loc))
-        case _:
-            return None
-
-
-def _rows(tensor: torch.Tensor) -> Floats:
-    array = as_floats(tensor)
-    return array[:, None] if array.ndim == 1 else array
-
-
-def _constant(value: torch.Tensor | float) -> Floats:
-    return as_floats(value) if isinstance(value, torch.Tensor) else np.asarray(value, np.float32)
 
 
 def _guess_output(module: nn.Module) -> Output | None:
