@@ -6,6 +6,7 @@ For the same observations, weights and mode: to 1e-4 in float32, 1e-9 in float64
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,7 @@ def opinion(agent: Any, obs: Any, actions: Any) -> tuple[Any, Any]:
 def check(agent: Any, rollout: Rollout) -> None:
     bound = tolerance(agent)
     for step in range(rollout.num_steps):
-        obs = map_tree(lambda rows, step=step: rows[step], rollout.obs)
+        obs = map_tree(operator.itemgetter(step), rollout.obs)
         logprob, value = opinion(agent, obs, rollout.actions[step])
         np.testing.assert_allclose(rollout.logprob[step], logprob, rtol=bound, atol=bound)
         np.testing.assert_allclose(rollout.value[step].reshape(-1), value, rtol=bound, atol=bound)

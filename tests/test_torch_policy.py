@@ -276,10 +276,10 @@ def test_unknown_call_values_and_nan_weights_are_reported(obs: Obs) -> None:
 
 def test_a_method_that_needs_more_than_observations_is_refused_with_a_way_out() -> None:
     class WithMask(Discrete):
-        def get_action_and_value(self, x: Any, action_mask: Any, action: Any = None) -> Any:  # type: ignore[override]  # as users do
+        def get_action_and_value(self, x: Any, goal: Any, action: Any = None) -> Any:  # type: ignore[override]  # as users do
             return super().get_action_and_value(x, action)
 
-    with pytest.raises(PolicyError, match=r"action_mask.*act=lambda"):
+    with pytest.raises(PolicyError, match=r"goal.*act=lambda"):
         as_policy(WithMask())
 
 

@@ -159,7 +159,7 @@ class ClusterEnv(BackedVectorEnv):
             backend.weights_now = self._rollouts.versions.encode_newest
         self._exchange = Exchange(backend, *layouts)
         self._is_exchanging = False  # Whether `send` or `recv` may have left something behind.
-        self._agent: tuple[object, Policy] | None = None
+        self._agent: tuple[object, tuple[str, ...] | None, Policy] | None = None
         self._stream: Stream | InlineStream | None = None
 
     @property
@@ -237,7 +237,14 @@ class ClusterEnv(BackedVectorEnv):
             self._ensure_reset()
             self._pending = "step", self._rollouts.start_step(policy, dict(values or {}))
 
-    def rollout(self, agent: Any, num_steps: int, *, values: Mapping[str, Any] | None = None) -> Rollout:
+    def rollout(
+        self,
+        agent: Any,
+        num_steps: int,
+        *,
+        values: Mapping[str, Any] | None = None,
+        extras: Sequence[str] | None = None,
+    ) -> Rollout:
         """Let the workers step every environment `num_steps` times, with actions the agent's policy chooses there.
 
         New weights of the agent are noticed automatically, and travel to a worker when the sync rule says so.
@@ -248,6 +255,9 @@ class ClusterEnv(BackedVectorEnv):
             agent: A torch module, a `Policy`, or a function from observations to actions.
             num_steps: T.
             values: Per-call values for the policy, such as `{"epsilon": 0.1}`.
+            extras: What is wanted besides actions, such as `("logprob",)`; by default all that the policy returns.
+                What is not wanted is not sent and, where the policy's parts are known, neither computed nor kept up to
+                date on workers. The same in every call, or the policy is sent anew.
 
         Raises:
             PolicyError: The agent cannot be read as a policy, or its actions do not fit the action space.
@@ -257,7 +267,7 @@ class ClusterEnv(BackedVectorEnv):
             self._check_idle("rollout")
             if num_steps < 1:
                 raise ConfigError(f"num_steps must be at least 1, got {num_steps}.")
-            policy = self._policy_of(agent)
+            policy = self._policy_of(agent, extras)
             self._ensure_reset()
             return self._rollouts.rollout(policy, num_steps, dict(values or {}))
 
@@ -270,6 +280,7 @@ class ClusterEnv(BackedVectorEnv):
         in_flight: int = 2,
         max_lag: float | None = None,
         values: Mapping[str, Any] | None = None,
+        extras: Sequence[str] | None = None,
     ) -> Stream | InlineStream:
         """Let the workers keep making rollouts, and yield them as they are made, while the caller learns from them.
 
@@ -288,6 +299,7 @@ class ClusterEnv(BackedVectorEnv):
                 worker up to date. By default what the sync rule allows, and a rollout more of every worker than may be
                 in flight: only a worker that is far slower than the others exceeds that. `math.inf` delivers all.
             values: Per-call values for the policy; `stream.values` can be changed later.
+            extras: As for `rollout`.
 
         Raises:
             PolicyError: The agent cannot be read as a policy, or its actions do not fit the action space.
@@ -299,7 +311,7 @@ class ClusterEnv(BackedVectorEnv):
             wish = StreamWish(
                 num_steps=num_steps, min_envs=min_envs, in_flight=in_flight, max_lag=max_lag, values=values
             )
-            policy = self._policy_of(agent)
+            policy = self._policy_of(agent, extras)
             if min_envs > self.num_envs:
                 raise ConfigError(f"min_envs={min_envs}, but there are only {self.num_envs} environments.")
             backend = self._backend
@@ -361,7 +373,8 @@ class ClusterEnv(BackedVectorEnv):
     def publish(self, agent: Any) -> None:
         """Say that the agent's weights have changed, where that cannot be noticed: they become the next version."""
         with self._owner:
-            announce(self._policy_of(agent))
+            known = self._agent is not None and self._agent[0] is agent
+            announce(self._policy_of(agent, self._agent[1] if known and self._agent is not None else None))
             self._rollouts.publish()
 
     @property
@@ -373,11 +386,14 @@ class ClusterEnv(BackedVectorEnv):
         """Say in a sentence what was done, and what the sync rule saved against pulling every version."""
         return self._rollouts.stats.summary()
 
-    def _policy_of(self, agent: object) -> Policy:
-        """Return the agent as a policy: the same one as long as it is the same agent."""
-        if self._agent is None or self._agent[0] is not agent:
-            self._agent = agent, as_travelling_policy(agent)
-        return self._agent[1]
+    def _policy_of(self, agent: object, extras: Sequence[str] | None = None) -> Policy:
+        """Return the agent as a policy: the same one as long as it is the same agent, wanted for the same."""
+        if isinstance(extras, str):
+            raise ConfigError(f"extras must be a sequence of names, such as ({extras!r},), got the text {extras!r}.")
+        wanted = None if extras is None else tuple(extras)
+        if self._agent is None or self._agent[0] is not agent or self._agent[1] != wanted:
+            self._agent = agent, wanted, as_travelling_policy(agent, wanted)
+        return self._agent[2]
 
     def _ensure_reset(self) -> None:
         if not self._was_reset:

@@ -161,6 +161,11 @@ class FunctionPolicy(BasePolicy):
         return self._contents
 
     @property
+    def takes(self) -> frozenset[str]:
+        """The per-call values that the function has parameters for."""
+        return self._signature.values
+
+    @property
     def generation(self) -> int:
         """How often what the function is made of has changed, other than arrays and plain values."""
         return self.contents.generation
@@ -233,6 +238,7 @@ class _DeliveredPolicy:
         self.act, self.distribution = self._policy.act, self._policy.distribution
         self.seed, self.initial_state = self._policy.seed, self._policy.initial_state
         self.stamp = self._policy.stamp
+        self.takes: frozenset[str] = frozenset(getattr(self._policy, "takes", ()))
 
     def weights(self) -> dict[str, Array]:
         return {**self._policy.weights(), **self._delivered.weights()}
@@ -241,6 +247,33 @@ class _DeliveredPolicy:
         carried = self._delivered.weights()
         self._delivered.load({name: weights[name] for name in carried if name in weights})
         self._policy.load({name: array for name, array in weights.items() if name not in carried})
+
+
+class Selected:
+    """A policy of which only some extras are wanted in rollouts: what nobody asked for need not be made or sent.
+
+    Args:
+        policy: Any.
+        wanted: The names of the extras.
+    """
+
+    def __init__(self, policy: Any, wanted: tuple[str, ...]) -> None:
+        self._policy = policy
+        self.wanted = wanted
+        self.act, self.distribution, self.initial_state = policy.act, policy.distribution, policy.initial_state
+        self.weights, self.load, self.stamp, self.seed = policy.weights, policy.load, policy.stamp, policy.seed
+        self.takes: frozenset[str] = frozenset(getattr(policy, "takes", ()))
+        if hasattr(policy, "wanted"):
+            policy.wanted = wanted
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the policy has: whether it is fast, how often its structure has changed."""
+        if name.startswith("__") or name == "_policy":
+            raise AttributeError(name)
+        return getattr(self._policy, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Selected, (self._policy, self.wanted)
 
 
 def _rebuild_function(packed: bytes) -> FunctionPolicy:
@@ -252,7 +285,7 @@ def _rebuild_function(packed: bytes) -> FunctionPolicy:
 
 
 class Signature:
-    """The keyword arguments that a user's function takes: one that ClusterEnv offers, and per-call values.
+    """The keyword arguments that a user's function takes: one that ClusterEnv offers, and per-call `values`.
 
     Args:
         function: The user's function.
@@ -269,7 +302,7 @@ class Signature:
         named = {p.name: p for p in parameters[num_positional:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         self._offered = offered if named.pop(offered, None) else None
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._values = frozenset(named)
+        self.values = frozenset(named)
         self._required = {name for name, p in named.items() if p.default is p.empty}
 
     def bind(self, offer: object, call: Call) -> dict[str, object]:
@@ -283,10 +316,10 @@ class Signature:
                 f"The policy function {self._name}() needs {', '.join(sorted(missing))}: give it with the call, "
                 f'as in envs.rollout(agent, num_steps, values={{"{min(missing)}": ...}}).'
             )
-        if not self._takes_any and (unknown := call.keys() - self._values):
+        if not self._takes_any and (unknown := call.keys() - self.values):
             raise PolicyError(
                 f"The policy function {self._name}() takes no {', '.join(sorted(unknown))}. "
-                f"Per-call values it takes: {', '.join(sorted(self._values)) or 'none'}."
+                f"Per-call values it takes: {', '.join(sorted(self.values)) or 'none'}."
             )
         return dict(call) if self._offered is None else {self._offered: offer, **call}
 

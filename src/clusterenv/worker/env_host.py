@@ -35,12 +35,16 @@ class Host(Protocol):
         takes_batches: Whether `step` takes actions as the batched space has them, rather than one per environment.
         buffers: The one of the two step buffers that was filled last.
         errors: The exceptions of environments that were forgiven since `step` or `reset` was called: rows and texts.
+        keeps_infos: Whether a rollout's steps return all infos: they hold action masks.
+        reset_infos: Of the last reset.
     """
 
     failed_row: int | None
     takes_batches: bool
     buffers: StepBuffers
     errors: list[tuple[int, str]]
+    keeps_infos: bool
+    reset_infos: Infos
 
     def reset(
         self, buffer: int, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None
@@ -116,6 +120,7 @@ class EnvHost:
     """Hosts plain environments, one after another in this process."""
 
     takes_batches = False
+    keeps_infos = False
 
     def __init__(
         self,
@@ -139,6 +144,7 @@ class EnvHost:
         self.buffers = pair[0]
         self._first: tuple[list[NDArray[Any] | None], list[list[Any]]] = [], []  # After `resume`: first observations.
         self._pair = pair
+        self.reset_infos: Infos = {}
         self._buffer = 0
         self._tick = tick
         self._factories: list[EnvFactory] = assignment.factories
@@ -200,7 +206,8 @@ class EnvHost:
             if info:
                 add_info(row, info)
         self.failed_row = None
-        return self._infos.end()
+        self.reset_infos = self._infos.end()
+        return self.reset_infos
 
     def step(self, buffer: int | None, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
         """Step every environment once, resetting as the autoreset mode has it."""
@@ -215,7 +222,8 @@ class EnvHost:
             if self._mode is AutoresetMode.DISABLED and not for_rollout and any(self._pending):
                 raise self._reset_needed()
             is_begun = True
-            infos = self._step(self._actions.read() if actions is None else actions, not for_rollout)
+            wants_all = not for_rollout or self.keeps_infos
+            infos = self._step(self._actions.read() if actions is None else actions, wants_all)
         except BaseException:
             self._keep_rows(self.failed_row if is_begun and self.failed_row is not None else 0)
             raise

@@ -21,8 +21,9 @@ from clusterenv.wire.buffers import RolloutBuffers, RolloutLayout
 from clusterenv.wire.layout import Layout
 from clusterenv.worker.collector import Collector, OnStep
 from clusterenv.worker.env_host import EnvHost, Host, Pair
-from clusterenv.worker.infos import Infos
+from clusterenv.worker.infos import Infos, complete
 from clusterenv.worker.making import Made, make_all, make_vector_env
+from clusterenv.worker.masks import ActionMasks
 from clusterenv.worker.vector_host import VectorHost
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Shard:
         self._making_row: int | None = None
         self._is_at_start = True  # Whether no environment was stepped since all were reset.
         self._policy_seed: int | None = None
+        self._masks = ActionMasks(assignment.num_rows)
         self._num_adopted = 0  # Policies since the last reset of all.
         self._collector: Collector | None = None
 
@@ -98,6 +100,7 @@ class Shard:
     ) -> Infos:
         """Reset all environments, or those in the mask. A seed for all also seeds the policy."""
         infos = self.host.reset(buffer, seeds, mask, options)
+        self._masks.reset(complete(infos, len(seeds)), None if mask is None else np.array(mask, np.bool_))
         if mask is None:
             self._is_at_start = True
             self._policy_seed = _policy_seed(seeds[0])
@@ -110,6 +113,7 @@ class Shard:
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
         """Begin new episodes in the place of those that were lost with another worker; see `Host.resume`."""
         self.host.resume(buffer, seeds, seen, ended)
+        self._masks.reset(complete(self.host.reset_infos, len(seeds)), None)
         self._policy_seed = _policy_seed(seeds[0])
 
     def step(self, buffer: int, actions: Iterable[Any] | None) -> Infos:
@@ -121,6 +125,8 @@ class Shard:
                 self._collector.resume_after_error()
             raise
         self._is_at_start = False
+        if self._masks.current is not None:
+            self._masks.step(complete(infos, self._assignment.num_rows))
         if self._collector is not None:
             self._collector.account()
         return infos
@@ -143,8 +149,10 @@ class Shard:
             self.host,
             (spaces.observation_space, spaces.action_space),
             self._assignment.autoreset_mode,
+            self._masks,
             is_at_start=self._is_at_start,
         )
+        self.host.keeps_infos = self._masks.current is not None
         collector.replace(policy, num_probes=num_probes)
         collector.load(version, weights)
         extras, states = collector.rehearse(values)

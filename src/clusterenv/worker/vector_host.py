@@ -27,6 +27,7 @@ class VectorHost:
     """Hosts a `VectorEnv` whose sub-environments are the shard's."""
 
     takes_batches = True
+    keeps_infos = False
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class VectorHost:
         self.failed_row: int | None = None
         self.buffers = pair[0]
         self._pair = pair
+        self.reset_infos: Infos = {}
         self._buffer = 0
         self._assignment = assignment
         self._spaces = spaces
@@ -93,7 +95,8 @@ class VectorHost:
         self._truncated, self._first, self._is_told, self._beginners = None, None, True, None
         rows = slice(None) if mask is None else np.array(mask, np.bool_)
         self.buffers.terminations[rows] = self.buffers.truncations[rows] = False
-        return _with_masks(infos, self._rows)
+        self.reset_infos = _with_masks(infos, self._rows)
+        return self.reset_infos
 
     def step(self, buffer: int | None, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
         """Step the vector environment once; it resets finished episodes automatically."""
@@ -199,7 +202,7 @@ class VectorHost:
             self.buffers.rewards[self._beginners] = 0.0
             self.buffers.terminations[self._beginners] = self.buffers.truncations[self._beginners] = False
             self._beginners = None
-        if for_rollout and not (np.any(terminations) or np.any(truncations)):
+        if for_rollout and not (self.keeps_infos or np.any(terminations) or np.any(truncations)):
             return {}  # No episode ends here.
         return FullInfos(infos) if fits(infos, self._rows) else _with_masks(infos, self._rows)
 

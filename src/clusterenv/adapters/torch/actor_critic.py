@@ -56,18 +56,27 @@ class ActorCritic:
         parameters = list(inspect.signature(getattr(module, method)).parameters.values())
         self._memory = _find_memory(module) if len(parameters) >= 3 and parameters[1].name != "action" else None
         further = parameters[1 if self._memory is None else 3 :]
-        if required := [p.name for p in further if p.default is p.empty and p.kind is not p.VAR_KEYWORD]:
+        required = [p.name for p in further if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        self._needs_mask = "action_mask" in required  # It comes from the environments' infos.
+        if required := [name for name in required if name != "action_mask"]:
             raise PolicyError(
                 f"{type(module).__name__}.{method}() needs {', '.join(required)} besides the observations. Say how to "
                 "get them: TorchPolicy(agent, act=lambda agent, obs: ...)."
             )
-        self._call_names = frozenset(p.name for p in further) - {"action"}
+        self._call_names = self.takes = frozenset(p.name for p in further) - {"action"}
         self._is_studied = False
         self._reading: Reading | None = None
 
     def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
         """Decide with the agent's method; with its distribution, if per-call values are not the method's own."""
-        own_values = {name: value for name, value in call.items() if name in self._call_names}
+        if self._needs_mask and "action_mask" not in call:
+            raise PolicyError(
+                f"{type(self._module).__name__}.{self._method}() needs action_mask, but the environments' infos hold "
+                "none: each reset() and step() should return one in info['action_mask']."
+            )
+        own_values: dict[str, Any] = {name: value for name, value in call.items() if name in self._call_names}
+        if "action_mask" in own_values:
+            own_values["action_mask"] = torch.as_tensor(own_values["action_mask"] != 0)
         others = {name: value for name, value in call.items() if name not in own_values}
         if others:
             self._study(obs, state)
@@ -166,7 +175,7 @@ class ActorCritic:
 
     def _study(self, obs: Tree, state: State | None) -> None:
         """Find the distribution; on a few rows more if there are few, because a single action would prove little."""
-        if self._is_studied:
+        if self._is_studied or self._needs_mask:
             return
         self._is_studied = True
         if self._memory is None:

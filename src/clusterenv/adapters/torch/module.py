@@ -252,9 +252,12 @@ def as_column(tensor: torch.Tensor, name: str, num_envs: int) -> Array:
     return array
 
 
-def as_state(state: Mapping[str, torch.Tensor]) -> State:
+def as_state(state: Mapping[str, torch.Tensor | Array]) -> State:
     """Turn a recurrent state into arrays; they are copies, because the policy may reuse its tensors."""
-    return {name: as_array(tensor).copy() for name, tensor in state.items()}
+    return {
+        name: as_array(part).copy() if isinstance(part, torch.Tensor) else np.array(part)
+        for name, part in state.items()
+    }
 
 
 def _rebuild_tensor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -105,7 +106,9 @@ class NumpyProgram:
             recorder = Recorder(leaves, twin.named_arrays())
             with recorder:
                 sheet = twin.inference.sheet(tensors, _TRACE_ROWS)
-            self._traced: Traced = recorder.finish(sheet)
+            wanted = sheet.extras if policy.wanted is None else policy.wanted
+            extras = {name: tensor for name, tensor in sheet.extras.items() if name in wanted}
+            self._traced: Traced = recorder.finish(replace(sheet, extras=extras))
         if before.stamp() != stamp:
             raise NoProgram("the agent changes itself when it acts")
         arrays = self.weights(policy)
@@ -127,7 +130,7 @@ class NumpyProgram:
             return (
                 type(own) is type(truth)
                 and all(map(_is_close, _numbers(own), _numbers(truth)))
-                and all(_is_close(own_extras[name].reshape(-1), extras[name].reshape(-1)) for name in extras)
+                and all(_is_close(own_extras[name].reshape(-1), extras[name].reshape(-1)) for name in own_extras)
             )
 
 

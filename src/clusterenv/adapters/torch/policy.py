@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -35,7 +37,9 @@ from clusterenv.policy.weights import Weights
 
 Output: TypeAlias = Literal["logits", "q", "action", "gaussian", "squashed"]
 
-_Inference: TypeAlias = "ActorCritic | _FunctionInference | _ForwardInference"  # The ways to act with a module.
+_Inference: TypeAlias = (
+    "ActorCritic | _FunctionInference | _ForwardInference | _RecurrentInference"  # The ways to act with a module.
+)
 _OUTPUTS: tuple[Output, ...] = get_args(Output)
 _Q_NETWORK = re.compile(r"^Q(?![a-z])|Q_?Net|DQN")
 
@@ -60,7 +64,9 @@ class TorchPolicy:
         distribution: Returns a torch distribution, or a list of Categoricals for MultiDiscrete actions. Sufficient on
             its own.
         value: Returns the value of each state, in addition to `distribution`.
-        initial_state: From the number of environments to a dict of tensors `[n, ...]`.
+        initial_state: From the number of environments to a dict of tensors or numpy arrays `[n, ...]`. With `output`:
+            what `forward(obs, state)` takes, as one tensor or, if there are several, as a tuple. Not needed for a
+            module with one GRU or LSTM.
         prepare: From numpy observations to what the module takes, if the usual conversion will not do.
 
     Raises:
@@ -75,7 +81,7 @@ class TorchPolicy:
         act: Callable[..., object] | None = None,
         distribution: Callable[..., object] | None = None,
         value: Callable[..., torch.Tensor] | None = None,
-        initial_state: Callable[[int], dict[str, torch.Tensor]] | None = None,
+        initial_state: Callable[[int], Mapping[str, torch.Tensor | Array]] | None = None,
         prepare: Prepare | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
@@ -89,6 +95,7 @@ class TorchPolicy:
         self._delivered: Delivered | None = None
         self._program: NumpyProgram | None = None
         self._num_programs = 0
+        self.wanted: tuple[str, ...] | None = None  # The extras; None: all.
         self._randomness = Randomness()
 
     @property
@@ -109,6 +116,11 @@ class TorchPolicy:
     def inference(self) -> _Inference:
         """How the module is run."""
         return self._inference
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """The per-call values that the agent's own code has parameters for."""
+        return self._inference.takes
 
     @property
     def is_traceable(self) -> bool:
@@ -181,8 +193,11 @@ class TorchPolicy:
         module, functions = self.module, self._functions
         if functions.act is not None or functions.distribution is not None:
             return _FunctionInference(module, functions, self._prepare)
-        if functions.value is not None or functions.initial_state is not None:
-            raise ConfigError("TorchPolicy(value=..., initial_state=...) also needs act=... or distribution=....")
+        if functions.value is not None or (functions.initial_state is not None and self._output is None):
+            raise ConfigError(
+                "TorchPolicy(value=...) also needs act=... or distribution=..., and initial_state=... needs one of "
+                "these or output=...."
+            )
         if self._output is not None and self._output not in _OUTPUTS:
             raise ConfigError(f"TorchPolicy(output=...) must be one of {', '.join(_OUTPUTS)}; got {self._output!r}.")
         if self._output is None:
@@ -193,6 +208,8 @@ class TorchPolicy:
         output = self._output or _guess_output(module)
         if output is None:
             raise PolicyError(_unreadable(module))
+        if functions.initial_state is not None or _takes_state(module):
+            return _RecurrentInference(module, output, self._prepare, functions.initial_state)
         return _ForwardInference(module, output, self._prepare)
 
 
@@ -213,7 +230,7 @@ class _Functions:
     act: Callable[..., object] | None = None
     distribution: Callable[..., object] | None = None
     value: Callable[..., torch.Tensor] | None = None
-    initial_state: Callable[[int], dict[str, torch.Tensor]] | None = None
+    initial_state: Callable[[int], Mapping[str, torch.Tensor | Array]] | None = None
 
 
 class _FunctionInference:
@@ -226,6 +243,7 @@ class _FunctionInference:
         self._prepare = prepare or self._evaluation.tensors
         self._act = None if functions.act is None else Signature(functions.act, 2, "state")
         self._distribution = None if functions.distribution is None else Signature(functions.distribution, 2, "state")
+        self.takes = frozenset[str]() if self._act is None else self._act.values
 
     def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
         functions = self._functions
@@ -239,7 +257,7 @@ class _FunctionInference:
                     extras["value"] = as_column(value, "value", len(distribution))
             return draw(distribution, randomness.numpy, call, extras)
         with self._evaluation.quiet(), randomness.torch():
-            arguments = self._act.bind(self._tensor_state(state), call)
+            arguments = self._act.bind(self._tensor_state(state), _with_tensor_mask(call))
             return _read_answer(functions.act(self._module, self._prepare(obs), **arguments))
 
     def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
@@ -287,6 +305,7 @@ class _ForwardInference:
         self._evaluation = Evaluation(module)
         self._prepare = prepare or self._evaluation.tensors
         self.is_traceable = prepare is None
+        self.takes: frozenset[str] = frozenset()
 
     def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
         with self._evaluation.quiet(), randomness.torch():
@@ -308,7 +327,9 @@ class _ForwardInference:
 
     def sheet(self, tensors: TensorTree, num_rows: int) -> Sheet:
         """Run the module and return the tensors it made."""
-        answer = self._module(tensors)
+        return self._describe(self._module(tensors))
+
+    def _describe(self, answer: object) -> Sheet:
         first, second = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if not isinstance(first, torch.Tensor):
             raise PolicyError(
@@ -342,8 +363,94 @@ class _ForwardInference:
         return {"scale": scale, "low": shift - scale, "high": shift + scale}  # type: ignore[operator]  # numbers or tensors
 
 
+def _takes_state(module: nn.Module) -> bool:
+    """Tell whether `forward` takes a recurrent state besides the observations, and the module has a layer for it."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(named) == 2 and any(isinstance(layer, nn.RNNBase | nn.RNNCellBase) for layer in module.modules())
+
+
+class _RecurrentInference(_ForwardInference):
+    """Acts by what `forward(obs, state)` returns: what it would without a state, and the next state as last result."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        output: Output,
+        prepare: Prepare | None,
+        initial_state: Callable[[int], Mapping[str, torch.Tensor | Array]] | None,
+    ) -> None:
+        super().__init__(module, output, prepare)
+        self.is_traceable = False
+        self._make = initial_state
+        self._layer = _find_layer(module) if initial_state is None else None
+
+    def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
+        with self._evaluation.quiet(), randomness.torch():
+            sheet, new_state = self._step(obs, state)
+            distribution = read(sheet)
+            count = len(distribution)
+            extras = {name: as_column(tensor, name, count) for name, tensor in sheet.extras.items()}
+        return draw(distribution, randomness.numpy, call, extras)._replace(state=new_state)
+
+    def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
+        with self._evaluation.quiet(), Randomness(0).torch():
+            return read(self._step(obs, state)[0])
+
+    def initial_state(self, num_envs: int) -> State | None:
+        if self._make is not None:
+            return as_state(self._make(num_envs))
+        layer = self._layer
+        assert layer is not None, "either is known"
+        layers = (layer.num_layers,) if isinstance(layer, nn.RNNBase) else ()
+        zeros = np.zeros((num_envs, *layers, layer.hidden_size), np.float32)
+        return {"h": zeros, "c": zeros.copy()} if isinstance(layer, nn.LSTM | nn.LSTMCell) else {"h": zeros}
+
+    def _step(self, obs: Tree, state: State | None) -> tuple[Sheet, State]:
+        tensors = self._prepare(obs)
+        before = state or self.initial_state(_count_rows(obs))
+        assert before is not None, "it is recurrent"
+        swaps = isinstance(self._layer, nn.RNNBase)  # Environments are our first axis, layers are torch's.
+        device = next(self._module.parameters(), torch.empty(0)).device
+        parts = [
+            torch.from_numpy(part.swapaxes(0, 1).copy() if swaps else part.copy()).to(device)
+            for part in before.values()
+        ]
+        answer = self._module(tensors, parts[0] if len(parts) == 1 else tuple(parts))
+        if not isinstance(answer, tuple) or len(answer) < 2:
+            raise PolicyError(
+                f"forward(obs, state) of {type(self._module).__name__} should return a tuple whose last item is the "
+                f"next state, got {type(answer).__name__}."
+            )
+        after = answer[-1] if isinstance(answer[-1], tuple) else (answer[-1],)
+        returned = [as_array(part).swapaxes(0, 1) if swaps else as_array(part) for part in after]
+        new_state = {name: array.copy() for name, array in zip(before, returned, strict=True)}
+        return self._describe(answer[0] if len(answer) == 2 else answer[:-1]), new_state
+
+
+def _find_layer(module: nn.Module) -> nn.RNNBase | nn.RNNCellBase:
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase | nn.RNNCellBase)]
+    if len(layers) != 1:
+        raise PolicyError(
+            f"{type(module).__name__}.forward() takes a recurrent state, but the module has {len(layers)} recurrent "
+            "layers, so the shape of the state is unknown. Say it: TorchPolicy(agent, output=..., initial_state=...)."
+        )
+    return layers[0]
+
+
+def _count_rows(tree: Tree) -> int:
+    while not isinstance(tree, np.ndarray):
+        tree = next(iter(tree.values())) if isinstance(tree, dict) else tree[0]
+    return len(tree)
+
+
 def _flat(value: object) -> object:
     return value.reshape(-1) if isinstance(value, torch.Tensor) and value.ndim != 1 else value
+
+
+def _with_tensor_mask(call: Call) -> dict[str, Any]:
+    """Return per-call values with an action mask, if there is one, as a tensor of truth values."""
+    return {name: torch.as_tensor(value != 0) if name == "action_mask" else value for name, value in call.items()}
 
 
 def _read_answer(answer: object) -> Decision:
