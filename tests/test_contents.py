@@ -286,3 +286,29 @@ def test_values_change_in_a_stream_as_weights_do() -> None:
         assert (next(stream).actions == 0).all()
         change(1)
         assert (next(stream).actions == 1).all()
+
+
+def test_a_structure_may_change_in_a_stream() -> None:
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9))
+            self.actor, self.critic = nn.Linear(8, 2), nn.Linear(8, 1)
+
+        def get_action_and_value(self, x: Any, action: Any = None) -> Any:
+            hidden = self.body(x)
+            probs: Any = torch.distributions.Categorical(logits=self.actor(hidden))
+            action = probs.sample() if action is None else action
+            return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
+
+    agent = Agent().eval()
+    with ClusterEnv("CartPole-v1", 2, num_workers=1) as envs, envs.stream(agent, 4, max_lag=0) as stream:
+        for is_training in (False, True, False):
+            agent.train(is_training)
+            rollout = next(stream)
+            assert envs.stats["fast_path"] == (not is_training), "numpy does not do what draws random numbers"
+            tensors = rollout.to_torch()
+            with torch.no_grad():
+                logprob = agent.eval().get_action_and_value(tensors.obs, tensors.actions)[1]
+            agent.train(is_training)
+            assert np.allclose(rollout.logprob, logprob, rtol=1e-4, atol=1e-4) == (not is_training)

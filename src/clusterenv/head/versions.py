@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from clusterenv.errors import PolicyError
 from clusterenv.head.stats import Stats
 from clusterenv.head.worker import HeldPolicy, Worker
 from clusterenv.policy.contents import generation_of
@@ -92,25 +91,17 @@ class Versions:
 
     def prepare(self, policy: Policy, arguments: Mapping[str, Any]) -> set[Worker]:
         """Bring the newest version to the workers that need it; returns which of them must load it now."""
-        if policy is not self._policy or not self._notice(policy):
+        if policy is not self._policy or not self.notice(policy):
             self._adopt(policy, arguments)
             return set()
         return self._choose(policy)
 
-    def notice(self, policy: Policy) -> None:
-        """Find out, in a stream, whether the weights have changed: then they are a new version.
+    def notice(self, policy: Policy) -> bool:
+        """Find out whether the weights have changed: then they are a new version.
 
-        Raises:
-            PolicyError: The structure has changed, too.
+        Returns:
+            False if not only weights have changed, but the structure: `prepare` sends it to the workers.
         """
-        if not self._notice(policy):
-            raise PolicyError(
-                "The agent's structure has changed: a layer, a function or an attribute was added, removed or replaced "
-                "by another kind. Workers are given it with the next call; open a new stream for it."
-            )
-
-    def _notice(self, policy: Policy) -> bool:
-        """Number a new version if there is one; False if it is not a version but another structure."""
         stamp = policy.stamp()
         if self._is_told or stamp != self._stamp:
             self._show(policy)
