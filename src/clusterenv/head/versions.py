@@ -212,10 +212,10 @@ class Versions:
 
     def _adopt(self, policy: Policy, arguments: Mapping[str, Any]) -> None:
         self.forget_policy()  # Should adopting fail halfway, no worker is trusted to hold any policy.
+        stamp = policy.stamp()  # First: it finds out what there is.
         self._show(policy)
         self._spec = WeightsSpec.of(policy.weights())
         num_probes = DEFAULT_PROBES if self._rule.needs_sketch else 0
-        stamp = policy.stamp()
         generation = generation_of(policy)
         self._backend.adopt(policy, self._spec, self.newest + 1, num_probes, arguments)
         self._policy, self._stamp, self._is_told, self._generation = policy, stamp, False, generation
