@@ -112,8 +112,8 @@ def test_the_page_has_the_same_table() -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_only_adapters_import_a_framework(path: Path) -> None:
-    if name_of(path).startswith("adapters."):
-        return
+    if name_of(path).startswith("adapters.") or name_of(path) == "rollout":
+        return  # A rollout's `to_torch` imports it when it is called; tests/test_import.py sees that nothing else does.
     assert not {target.split(".")[0] for target in imports_of(path)} & FRAMEWORKS
 
 

@@ -297,3 +297,13 @@ def test_the_trap_is_named_once_with_its_remedy(caplog: pytest.LogCaptureFixture
             agent.nudge(0.01)
     assert caplog.text.count("AdaptiveSync(max_lag=...)") == 1
     assert "decoupled objective" in caplog.text
+
+
+def test_without_a_rule_every_rollout_is_made_with_the_newest_weights(backend: Backend) -> None:
+    agent = Linear()
+    with ClusterEnv("CartPole-v1", 4, **backend) as envs:
+        for _ in range(3):
+            rollout = envs.rollout(agent, 3)
+            assert (rollout.ages == 0).all()
+            np.testing.assert_allclose(rollout.logprob, agent.evaluate(rollout.obs, rollout.actions)[0], atol=1e-5)
+            agent.nudge(0.0001)

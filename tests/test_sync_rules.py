@@ -248,3 +248,9 @@ def test_settings_that_make_no_sense_are_refused(arguments: dict[str, float]) ->
 def test_a_period_is_at_least_one_version() -> None:
     with pytest.raises(ConfigError, match="k"):
         PeriodicSync(0)
+
+
+def test_the_threshold_is_the_one_argument_everybody_gives() -> None:
+    assert AdaptiveSync(0.02) == AdaptiveSync(threshold=0.02)
+    with pytest.raises(TypeError):
+        AdaptiveSync(0.02, 5)  # type: ignore[call-arg]  # that is the point

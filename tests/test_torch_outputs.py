@@ -49,7 +49,7 @@ def obs() -> Obs:
 
 def test_a_q_network_is_greedy_but_for_epsilon(obs: Obs) -> None:
     agent = QNetwork()
-    worker = on_worker(as_policy(agent))
+    worker = on_worker(as_policy(agent), obs=obs)
     with torch.no_grad():
         best = agent(torch.from_numpy(obs)).argmax(1).numpy()
     np.testing.assert_array_equal(worker.act(obs).action, best)
@@ -62,7 +62,7 @@ def test_a_q_network_is_greedy_but_for_epsilon(obs: Obs) -> None:
 
 def test_a_deterministic_actor_adds_noise_only_when_asked(obs: Obs) -> None:
     agent = Actor()
-    worker = on_worker(as_policy(agent))
+    worker = on_worker(as_policy(agent), obs=obs)
     with torch.no_grad():
         expected = agent(torch.from_numpy(obs)).numpy()
     decision = worker.act(obs)
@@ -78,7 +78,7 @@ def test_a_deterministic_actor_adds_noise_only_when_asked(obs: Obs) -> None:
 def test_a_sac_actor_is_sampled_as_it_samples_itself(obs: Obs) -> None:
     torch.manual_seed(0)
     agent = SacActor()
-    worker = on_worker(as_policy(agent))
+    worker = on_worker(as_policy(agent), obs=obs)
     distribution = worker.distribution(obs)
     assert isinstance(distribution, SquashedGaussian)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_a_module_that_returns_logits_needs_one_word(obs: Obs) -> None:
     network = mlp(4, 3)
     with pytest.raises(PolicyError, match=r"TorchPolicy\(agent, output="):
         as_policy(network)
-    worker = on_worker(TorchPolicy(network, output="logits"))
+    worker = on_worker(TorchPolicy(network, output="logits"), obs=obs)
     decision = worker.act(obs)
     with torch.no_grad():
         expected = torch.log_softmax(network(torch.from_numpy(obs)), -1).numpy()
@@ -119,7 +119,7 @@ def test_logits_may_come_with_a_value(obs: Obs) -> None:
             return self.pi(x), self.v(x)
 
     agent = Both()
-    decision = on_worker(TorchPolicy(agent, output="logits")).act(obs)
+    decision = on_worker(TorchPolicy(agent, output="logits"), obs=obs).act(obs)
     with torch.no_grad():
         np.testing.assert_allclose(decision.extras["value"], agent(torch.from_numpy(obs))[1][:, 0], rtol=1e-5)
 
@@ -213,3 +213,50 @@ def test_a_distribution_nobody_can_compare_is_refused_with_a_way_out(obs: Obs) -
     policy = TorchPolicy(nn.Linear(4, 4), distribution=lambda agent, obs: torch.distributions.Laplace(agent(obs), 1.0))
     with pytest.raises(PolicyError, match="Custom"):
         policy.act(obs)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.GRUCell, nn.LSTMCell])
+def test_a_forward_that_takes_a_state_carries_it(kind: Any) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory, self.pi, self.v = kind(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+
+        def forward(self, x: Any, h: Any) -> Any:
+            if issubclass(kind, nn.RNNBase):
+                out, h = self.memory(x[None], h)
+                return self.pi(out[0]), self.v(out[0]), h
+            h = self.memory(x, h)
+            out = h[0] if isinstance(h, tuple) else h
+            return self.pi(out), self.v(out), h
+
+    torch.manual_seed(0)
+    agent = Recurrent()
+    worker = on_worker(TorchPolicy(agent, output="logits"))
+    steps = np.random.default_rng(0).standard_normal((4, 5, 4)).astype(np.float32)
+    state = worker.initial_state(5)
+    shape = (1, 5, 8) if issubclass(kind, nn.RNNBase) else (5, 8)
+    own: Any = torch.zeros(shape)
+    own = (own, own) if kind in (nn.LSTM, nn.LSTMCell) else own
+    for obs in steps:
+        decision = worker.act(obs, state)
+        probed = worker.distribution(obs, state)
+        with torch.no_grad():
+            logits, value, own = agent(torch.from_numpy(obs), own)
+        expected = torch.log_softmax(logits, -1).numpy()[np.arange(5), np.asarray(decision.action)]
+        np.testing.assert_allclose(decision.extras["logprob"], expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(decision.extras["value"], value[:, 0], rtol=1e-4, atol=1e-5)
+        assert probed is not None
+        np.testing.assert_allclose(probed.log_prob(np.asarray(decision.action)), expected, rtol=1e-4, atol=1e-5)
+        state = decision.state
+
+
+def test_initial_states_may_be_numpy_arrays(obs: Obs) -> None:
+    def act(agent: Agent, obs: Any, state: Any) -> dict[str, Any]:
+        return {"action": obs[:, :2], "state": {"count": state["count"] + 1}}
+
+    policy = TorchPolicy(nn.Linear(4, 2), act=act, initial_state=lambda n: {"count": np.zeros((n, 1), np.float32)})
+    worker = on_worker(policy)
+    decision = worker.act(obs, worker.initial_state(64))
+    assert decision.state is not None
+    assert (decision.state["count"] == 1).all()

@@ -48,7 +48,7 @@ def obs() -> Obs:
 @method_agents
 def test_logprobs_and_values_are_those_of_the_agent(name: str, obs: Obs) -> None:
     agent = make(name)
-    for policy in (as_policy(agent), on_worker(as_policy(agent))):
+    for policy in (as_policy(agent), on_worker(as_policy(agent)), on_worker(as_policy(agent), obs=obs)):
         decision = policy.act(obs)
         logprob, value = evaluate(agent, obs, decision.action)
         np.testing.assert_allclose(decision.extras["logprob"], logprob, rtol=1e-4, atol=1e-5)
@@ -59,7 +59,7 @@ def test_logprobs_and_values_are_those_of_the_agent(name: str, obs: Obs) -> None
 @method_agents
 def test_the_distribution_is_read_without_being_told_how(name: str, obs: Obs) -> None:
     agent = make(name)
-    for policy in (as_policy(agent), on_worker(as_policy(agent))):
+    for policy in (as_policy(agent), on_worker(as_policy(agent)), on_worker(as_policy(agent), obs=obs)):
         distribution = policy.distribution(obs)
         assert type(distribution) is AGENTS[name][1]
         distribution.check()
@@ -71,7 +71,7 @@ def test_the_distribution_is_read_without_being_told_how(name: str, obs: Obs) ->
 @method_agents
 def test_head_and_worker_agree_on_the_divergence_of_equal_weights(name: str, obs: Obs) -> None:
     head = as_policy(make(name))
-    newest, own = head.distribution(obs), on_worker(head).distribution(obs)
+    newest, own = head.distribution(obs), on_worker(head, obs=obs).distribution(obs)
     assert newest is not None
     assert own is not None
     assert divergence(own, newest).max() < 1e-7
@@ -81,7 +81,7 @@ def test_head_and_worker_agree_on_the_divergence_of_equal_weights(name: str, obs
 def test_a_worker_draws_actions_with_the_agents_probabilities(name: str) -> None:
     agent = make(name)
     single = np.array([[0.3, -0.5, 1.0, 0.2]], np.float32)
-    actions = on_worker(as_policy(agent)).act(np.repeat(single, 100_000, axis=0)).action
+    actions = on_worker(as_policy(agent), obs=single).act(np.repeat(single, 100_000, axis=0)).action
     assert isinstance(actions, np.ndarray)
     with torch.no_grad():
         hidden = torch.from_numpy(single)
@@ -95,7 +95,7 @@ def test_a_worker_draws_actions_with_the_agents_probabilities(name: str) -> None
 def test_a_worker_draws_continuous_actions_from_the_agents_normal_distribution() -> None:
     agent = make("continuous")
     single = np.array([[0.3, -0.5, 1.0, 0.2]], np.float32)
-    actions = on_worker(as_policy(agent)).act(np.repeat(single, 20_000, axis=0)).action
+    actions = on_worker(as_policy(agent), obs=single).act(np.repeat(single, 20_000, axis=0)).action
     with torch.no_grad():
         normal = Normal(agent.actor_mean(torch.from_numpy(single)), agent.actor_logstd.exp())
         ranks = normal.cdf(torch.from_numpy(actions)).numpy()
@@ -118,15 +118,10 @@ def test_equal_seeds_give_equal_actions_and_leave_torchs_own_generator_alone(nam
     assert not np.array_equal(np.array(first), np.array([other.act(obs).action for _ in range(3)]))
 
 
-@pytest.mark.parametrize(
-    ("name", "fast"), [(name, name in ("discrete", "continuous", "gelu", "paper", "plain trunk")) for name in AGENTS]
-)
-def test_plain_agents_take_the_fast_way_on_workers_only(name: str, fast: bool, obs: Obs) -> None:
+@method_agents
+def test_agents_of_known_layers_need_no_torch_on_workers(name: str, obs: Obs) -> None:
     head = as_policy(make(name))
-    worker = on_worker(head)
-    head.act(obs)
-    worker.act(obs)
-    assert is_fast(worker) == fast
+    assert is_fast(on_worker(head, obs=obs))
     assert not is_fast(head)  # The learner may replace its tensors at any time.
 
 
@@ -135,21 +130,23 @@ def test_a_learners_agent_is_read_anew_each_time(obs: Obs) -> None:
     head = as_policy(agent)
     for _ in range(2):
         with torch.no_grad():
-            truth = agent.actor(torch.from_numpy(obs)).numpy()
+            truth = torch.log_softmax(agent.actor(torch.from_numpy(obs)), -1).numpy()
         distribution = head.distribution(obs)
         assert isinstance(distribution, Categorical)
-        np.testing.assert_allclose(distribution.logits, truth, rtol=1e-4, atol=1e-5)
+        logprobs = [distribution.log_prob(np.full(len(obs), action)) for action in range(3)]
+        np.testing.assert_allclose(np.stack(logprobs, axis=1), truth, rtol=1e-4, atol=1e-5)
         agent.actor[-1].weight = nn.Parameter(torch.randn_like(agent.actor[-1].weight))
         agent.actor[0].weight.data = torch.randn_like(agent.actor[0].weight)
 
 
 @pytest.mark.parametrize("kind", [SharedTrunk, Masked, Annealed, Decorated, MultiDiscrete, Clipping])
-def test_agents_that_do_more_than_call_their_networks_act_by_their_own_method(kind: type[Agent], obs: Obs) -> None:
+def test_agents_that_do_more_than_call_their_networks_are_followed_or_left_alone(kind: type[Agent], obs: Obs) -> None:
     torch.manual_seed(0)
     agent = kind()
-    worker = on_worker(as_policy(agent))
+    worker = on_worker(as_policy(agent), obs=obs)
+    assert is_fast(worker) == (kind is not Masked), "only one that branches on what it sees cannot be followed"
+    obs[0, 0] = 200.0  # Where that one takes the other branch.
     decision = worker.act(obs)
-    assert not is_fast(worker)
     np.testing.assert_allclose(
         decision.extras["logprob"], evaluate(agent, obs, decision.action)[0], rtol=1e-4, atol=1e-5
     )
@@ -157,7 +154,7 @@ def test_agents_that_do_more_than_call_their_networks_act_by_their_own_method(ki
 
 def test_per_call_values_work_for_agents_that_never_heard_of_them(obs: Obs) -> None:
     for name in ("discrete", "shared trunk"):
-        worker = on_worker(as_policy(make(name)))
+        worker = on_worker(as_policy(make(name)), obs=obs)
         distribution = worker.distribution(obs)
         assert isinstance(distribution, Categorical)
         decision = worker.act(obs, call={"deterministic": True})
@@ -240,8 +237,8 @@ def test_images_and_read_only_observations_are_taken() -> None:
 
 
 def test_one_environment_is_enough_to_understand_an_agent() -> None:
-    worker = on_worker(as_policy(make("discrete")))
     single = np.zeros((1, 4), np.float32)
+    worker = on_worker(as_policy(make("discrete")), obs=single)
     assert np.asarray(worker.act(single).action).shape == (1,)
     assert is_fast(worker)
 
@@ -256,7 +253,7 @@ def test_a_freshly_initialised_agent_is_not_misread(obs: Obs) -> None:
             module.weight.mul_(1e-6)
             module.bias.zero_()
     worker = on_worker(as_policy(agent))
-    worker.act(obs)
+    worker.distribution(obs)
     trained = Discrete()
     trained.decoy = nn.Linear(4, 3)
     worker.load(as_policy(trained).weights())
@@ -270,7 +267,7 @@ def test_unknown_call_values_and_nan_weights_are_reported(obs: Obs) -> None:
     call: Call = {"epsilom": 0.1}
     with pytest.raises(PolicyError, match="epsilom"):
         on_worker(as_policy(QNetwork())).act(obs, call=call)
-    worker = on_worker(as_policy(make("discrete")))
+    worker = on_worker(as_policy(make("discrete")), obs=obs)
     worker.act(obs)
     worker.load({name: np.full_like(array, np.nan) for name, array in worker.weights().items()})
     with pytest.raises(PolicyError, match="NaN"):
@@ -279,10 +276,10 @@ def test_unknown_call_values_and_nan_weights_are_reported(obs: Obs) -> None:
 
 def test_a_method_that_needs_more_than_observations_is_refused_with_a_way_out() -> None:
     class WithMask(Discrete):
-        def get_action_and_value(self, x: Any, action_mask: Any, action: Any = None) -> Any:  # type: ignore[override]  # as users do
+        def get_action_and_value(self, x: Any, goal: Any, action: Any = None) -> Any:  # type: ignore[override]  # as users do
             return super().get_action_and_value(x, action)
 
-    with pytest.raises(PolicyError, match=r"action_mask.*act=lambda"):
+    with pytest.raises(PolicyError, match=r"goal.*act=lambda"):
         as_policy(WithMask())
 
 
@@ -290,8 +287,36 @@ def test_a_critic_with_two_heads_keeps_both(obs: Obs) -> None:
     torch.manual_seed(0)
     agent: Agent = Discrete()
     agent.critic = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
-    decision = on_worker(as_policy(agent)).act(obs)
+    decision = on_worker(as_policy(agent), obs=obs).act(obs)
     with torch.no_grad():
         np.testing.assert_allclose(
             decision.extras["value"], agent.critic(torch.from_numpy(obs)).numpy(), rtol=1e-4, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("trunk", ["body", "trunk", "shared", "encoder", "backbone", "features", "cnn", "network"])
+@pytest.mark.parametrize("head", ["actor", "actor_mean", "pi"])
+def test_a_shared_trunk_may_have_any_name(trunk: str, head: str, obs: Obs) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            setattr(self, trunk, nn.Sequential(nn.Linear(4, 16), nn.Tanh()))
+            setattr(self, head, nn.Linear(16, 3))
+            self.critic = nn.Linear(16, 1)
+
+        def get_action_and_value(self, x: Any, action: Any = None) -> Any:
+            hidden = getattr(self, trunk)(x)
+            probs = TorchCategorical(logits=getattr(self, head)(hidden))
+            if action is None:
+                action = probs.sample()
+            return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
+
+    torch.manual_seed(0)
+    agent = Shared()
+    for shown in (None, obs):
+        worker = on_worker(as_policy(agent), obs=shown)
+        assert is_fast(worker) == (shown is not None)
+        decision = worker.act(obs)
+        logprob, value = evaluate(agent, obs, decision.action)
+        np.testing.assert_allclose(decision.extras["logprob"], logprob, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(decision.extras["value"], value, rtol=1e-4, atol=1e-5)

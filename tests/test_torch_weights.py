@@ -13,6 +13,7 @@ import pytest
 
 from clusterenv.adapters import as_policy
 from clusterenv.errors import PolicyError
+from clusterenv.policy.contents import VALUES
 
 torch = pytest.importorskip("torch")
 
@@ -43,7 +44,7 @@ def test_structure_travels_without_weights() -> None:
     weights = sum(array.nbytes for array in policy.weights().values())
     assert len(structure) < 10_000 < 0.01 * weights
     twin = pickle.loads(structure)
-    assert all((array == 0).all() for array in twin.weights().values())
+    assert all((array == 0).all() for name, array in twin.weights().items() if name != VALUES)
 
 
 def test_tied_weights_stay_tied_and_travel_once() -> None:
@@ -61,7 +62,7 @@ def test_tied_weights_stay_tied_and_travel_once() -> None:
             return self.two(self.one(x))
 
     policy = TorchPolicy(Tied(), output="logits")
-    assert sorted(policy.weights()) == ["kept", "one.weight"]
+    assert sorted(policy.weights()) == [VALUES, "constant", "kept", "one.weight"]
     worker = on_worker(policy)
     assert isinstance(worker, TorchPolicy)
     twin: Agent = worker.module

@@ -17,6 +17,7 @@ from clusterenv.adapters.torch import TorchPolicy
 from clusterenv.policy import Bernoulli, Categorical, DiagonalGaussian, MultiCategorical
 from clusterenv.policy.distribution import Distribution
 from clusterenv.policy.policy import Policy
+from clusterenv.policy.program import ProgramPolicy
 
 torch.set_num_threads(1)  # For networks this small more threads only wait for each other.
 
@@ -136,7 +137,7 @@ class MultiBinary(nn.Module):
         probs = TorchBernoulli(logits=self.actor(x))
         if action is None:
             action = probs.sample()
-        return action, probs.log_prob(action).sum(1), probs.entropy().sum(1), self.critic(x)
+        return action, probs.log_prob(action.float()).sum(1), probs.entropy().sum(1), self.critic(x)
 
 
 class Paper(nn.Module):
@@ -302,8 +303,11 @@ def make(name: str) -> Agent:
     return AGENTS[name][0]()
 
 
-def on_worker(policy: Policy, seed: int = 0) -> Policy:
-    """Send a policy the way ClusterEnv does: structure first, weights after."""
+def on_worker(policy: Policy, seed: int = 0, obs: Any = None) -> Policy:
+    """Send a policy the way ClusterEnv does: shown observations, if there are any; structure first, weights after."""
+    if obs is not None and isinstance(policy, TorchPolicy):
+        policy.stamp()
+        policy.look_at(obs)
     twin: Policy = pickle.loads(cloudpickle.dumps(policy))
     twin.load({name: array.copy() for name, array in policy.weights().items()})
     twin.seed(seed)
@@ -319,9 +323,5 @@ def evaluate(agent: Agent, obs: Obs, action: Any) -> tuple[Any, Any]:
 
 
 def is_fast(policy: Policy) -> bool:
-    """Say whether a worker's policy calls the networks directly."""
-    assert isinstance(policy, TorchPolicy)
-    return (
-        getattr(policy._inference, "_networks", None) is not None
-        or getattr(policy._inference, "_mlp", None) is not None
-    )
+    """Say whether a worker's policy needs no torch."""
+    return isinstance(policy, ProgramPolicy)

@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.actions import is_batch
-from clusterenv.adapters import as_policy
+from clusterenv.adapters import as_travelling_policy
 from clusterenv.config import Faults, Network, Timeouts, whole_number
 from clusterenv.errors import CallTimeout, ConfigError, WorkerLost
 from clusterenv.head.exchange import Exchange
@@ -23,8 +23,9 @@ from clusterenv.head.supervisor import Loss
 from clusterenv.head.worker import Worker
 from clusterenv.launchers.base import Launcher
 from clusterenv.launchers.local import LocalLauncher
+from clusterenv.policy.contents import announce
 from clusterenv.policy.policy import Policy
-from clusterenv.policy.sync import AdaptiveSync, SyncRule
+from clusterenv.policy.sync import EveryUpdate, SyncRule
 from clusterenv.rollout import Rollout
 from clusterenv.setup.arguments import as_autoreset_mode, check_launcher, check_mapping, check_settings, check_sync
 from clusterenv.setup.factories import EnvArgument, resolve
@@ -98,7 +99,8 @@ class ClusterEnv(BackedVectorEnv):
                 one per usable core, at most `num_envs`. 0 runs everything in this very process: for breakpoints, and
                 for environments so cheap that nothing is gained.
             launcher: Where workers are started; by default as children of this process.
-            sync: When a policy on the workers takes the learner's newest weights; `AdaptiveSync()` by default.
+            sync: When a policy on the workers takes the learner's newest weights; `EveryUpdate()` by default: each
+                rollout is made with the newest. `AdaptiveSync(0.05)` saves most of that traffic.
             autoreset_mode: What happens when an episode ends, as in Gymnasium.
             observation_mode: How observation spaces are batched, as in Gymnasium.
             copy: Whether `reset` and `step` return observations of the caller's own. False saves the copy, and the
@@ -158,14 +160,14 @@ class ClusterEnv(BackedVectorEnv):
             )
         self._serve(backend, sample)
         layouts = self._action_layout, self._observation_layout
-        self._rollouts = Rollouts(backend, sync or AdaptiveSync(), layouts, self.autoreset_mode, copies=copy)
+        self._rollouts = Rollouts(backend, sync or EveryUpdate(), layouts, self.autoreset_mode, copies=copy)
         if isinstance(backend, Remote):
             backend.preparation.on_adopted = self._rollouts.versions.note_adopted
             backend.preparation.weights_now = self._rollouts.versions.encode_newest
         self._exchange = Exchange(backend, *layouts)
         self._is_agents_step = False  # Whether workers choose the actions of the step under way.
         self._is_exchanging = False  # Whether `send` or `recv` may have left something behind.
-        self._agent: tuple[object, Policy] | None = None
+        self._agent: tuple[object, tuple[str, ...] | None, Policy] | None = None
         self._stream: Stream | InlineStream | None = None
 
     @property
@@ -247,7 +249,14 @@ class ClusterEnv(BackedVectorEnv):
             self._pending = "step", self._rollouts.start_step(policy, dict(values or {}))
             self._is_agents_step = True
 
-    def rollout(self, agent: Any, num_steps: int, *, values: Mapping[str, Any] | None = None) -> Rollout:
+    def rollout(
+        self,
+        agent: Any,
+        num_steps: int,
+        *,
+        values: Mapping[str, Any] | None = None,
+        extras: Sequence[str] | None = None,
+    ) -> Rollout:
         """Let the workers step every environment `num_steps` times, with actions the agent's policy chooses there.
 
         New weights of the agent are noticed automatically, and travel to a worker when the sync rule says so.
@@ -258,6 +267,9 @@ class ClusterEnv(BackedVectorEnv):
             agent: A torch module, a `Policy`, or a function from observations to actions.
             num_steps: T.
             values: Per-call values for the policy, such as `{"epsilon": 0.1}`.
+            extras: What is wanted besides actions, such as `("logprob",)`; by default all that the policy returns.
+                What is not wanted is not sent and, where the policy's parts are known, neither computed nor kept up to
+                date on workers. The same in every call, or the policy is sent anew.
 
         Raises:
             PolicyError: The agent cannot be read as a policy, or its actions do not fit the action space.
@@ -267,7 +279,7 @@ class ClusterEnv(BackedVectorEnv):
             self._check_idle("rollout")
             num_steps = whole_number("num_steps", num_steps, least=1)
             check_mapping("values", values, _VALUES)
-            policy = self._policy_of(agent)
+            policy = self._policy_of(agent, extras)
             self._ensure_reset()
             return self._rollouts.rollout(policy, num_steps, dict(values or {}))
 
@@ -280,6 +292,7 @@ class ClusterEnv(BackedVectorEnv):
         in_flight: int = 2,
         max_lag: float | None = None,
         values: Mapping[str, Any] | None = None,
+        extras: Sequence[str] | None = None,
     ) -> Stream | InlineStream:
         """Let the workers keep making rollouts, and yield them as they are made, while the caller learns from them.
 
@@ -298,6 +311,7 @@ class ClusterEnv(BackedVectorEnv):
                 worker up to date. By default what the sync rule allows, and a rollout more of every worker than may be
                 in flight: only a worker that is far slower than the others exceeds that. `math.inf` delivers all.
             values: Per-call values for the policy; `stream.values` can be changed later.
+            extras: As for `rollout`.
 
         Raises:
             PolicyError: The agent cannot be read as a policy, or its actions do not fit the action space.
@@ -315,7 +329,7 @@ class ClusterEnv(BackedVectorEnv):
                 values=values,
             )
             num_steps = wish.num_steps
-            policy = self._policy_of(agent)
+            policy = self._policy_of(agent, extras)
             if min_envs > self.num_envs:
                 raise ConfigError(f"min_envs={min_envs}, but there are only {self.num_envs} environments.")
             backend = self._backend
@@ -377,7 +391,8 @@ class ClusterEnv(BackedVectorEnv):
     def publish(self, agent: Any) -> None:
         """Say that the agent's weights have changed, where that cannot be noticed: they become the next version."""
         with self._owner:
-            self._policy_of(agent)
+            known = self._agent is not None and self._agent[0] is agent
+            announce(self._policy_of(agent, self._agent[1] if known and self._agent is not None else None))
             self._rollouts.publish()
 
     @property
@@ -389,11 +404,14 @@ class ClusterEnv(BackedVectorEnv):
         """Say in a sentence what was done, and what the sync rule saved against pulling every version."""
         return self._rollouts.stats.summary()
 
-    def _policy_of(self, agent: object) -> Policy:
-        """Return the agent as a policy: the same one as long as it is the same agent."""
-        if self._agent is None or self._agent[0] is not agent:
-            self._agent = agent, as_policy(agent)
-        return self._agent[1]
+    def _policy_of(self, agent: object, extras: Sequence[str] | None = None) -> Policy:
+        """Return the agent as a policy: the same one as long as it is the same agent, wanted for the same."""
+        if isinstance(extras, str):
+            raise ConfigError(f"extras must be a sequence of names, such as ({extras!r},), got the text {extras!r}.")
+        wanted = None if extras is None else tuple(extras)
+        if self._agent is None or self._agent[0] is not agent or self._agent[1] != wanted:
+            self._agent = agent, wanted, as_travelling_policy(agent, wanted)
+        return self._agent[2]
 
     def _ensure_reset(self) -> None:
         if not self._was_reset:

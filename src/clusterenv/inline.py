@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
+import cloudpickle
 from numpy.typing import NDArray
 
 from clusterenv.head.outcome import Collection, Outcome
@@ -22,7 +22,7 @@ from clusterenv.wire.buffers import RolloutBuffers, StepBuffers
 from clusterenv.wire.layout import Layout
 from clusterenv.worker.infos import Infos, complete
 from clusterenv.worker.making import describe_envs
-from clusterenv.worker.shard import Shard
+from clusterenv.worker.shard import Shard, unpickle
 
 Work = Callable[[], Outcome]
 
@@ -156,8 +156,9 @@ class Inline:
     def adopt(
         self, policy: Policy, spec: WeightsSpec, version: int, num_probes: int, arguments: Mapping[str, Any]
     ) -> None:
+        # Made as a worker's is: what would not reach a worker must not reach this one.
         weights = spec.decode(spec.encode(policy.weights()))
-        self._shard.adopt(copy.deepcopy(policy), version, weights, num_probes, arguments)
+        self._shard.adopt(unpickle(cloudpickle.dumps(policy)), version, weights, num_probes, arguments)
         self._rollout = None
 
     def forget_policy(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
+
+# The fields of a rollout that are learned from.
+_LEARNED = ("obs", "actions", "rewards", "terminations", "truncations", "valid", "extras", "next_obs", "states")
 
 
 class Transitions(NamedTuple):
@@ -125,24 +128,74 @@ class Rollout:
             return found
         raise AttributeError(f"A Rollout has no {name!r}; the policy's extras are: {', '.join(extras) or 'none'}.")
 
-    def transitions(self) -> Transitions:
-        """Return the valid steps as single transitions, with true final observations."""
-        steps, envs = np.nonzero(self.valid)
+    def to_torch(self, device: Any = None) -> Rollout:
+        """Return the same rollout with tensors in place of arrays; on the CPU they share its memory.
+
+        `episodes`, `finals`, `env_indices`, `versions`, `ages` and `divergences` stay as they are: they say where the
+        data comes from, and are not learned from.
+
+        Args:
+            device: Where the tensors go; on the CPU by default.
+        """
+        import torch  # Only who has torch asks for it.
+
+        def convert(array: NDArray[Any]) -> Any:
+            tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+            return tensor if device is None else tensor.to(device, non_blocking=True)
+
+        changed = {name: map_tree(convert, getattr(self, name)) for name in _LEARNED}
+        return replace(self, **changed)
+
+    def to_tensordict(self, device: Any = None) -> Any:
+        """Return a `TensorDict` of batch size `[T, N]`, laid out as TorchRL's collectors do.
+
+        Its keys are "observation", "action", the extras and recurrent states by their names, "valid", and under "next"
+        the "observation" each action really led to, "reward", "terminated", "truncated" and "done". On the CPU all but
+        the next observations share the rollout's memory.
+        """
+        from tensordict import TensorDict  # Only who has it asks for it.
+
+        own = self.to_torch(device)
+        following = replace(self, obs=self._next_observations()).to_torch(device).obs
+
+        def column(tensor: Any) -> Any:
+            return tensor[..., None]
+
+        ends = {"terminated": column(own.terminations), "truncated": column(own.truncations)}
+        done = column(own.terminations | own.truncations)
+        following = {"observation": following, "reward": column(own.rewards), **ends, "done": done}
+        named = {"observation": own.obs, "action": own.actions, "valid": own.valid, **own.extras, **own.states}
+        return TensorDict(_name_all({**named, "next": following}), batch_size=[self.num_steps, self.num_envs])
+
+    def _next_observations(self) -> Any:
+        """Return the observation that each action really led to, `[T, N, ...]`."""
 
         def follow(obs: NDArray[Any], last: NDArray[Any], final: NDArray[Any]) -> NDArray[Any]:
             following = np.concatenate([obs[1:], last[None]])
             if self.autoreset_mode is AutoresetMode.SAME_STEP:  # Else the final observation is the next row's own.
                 following[self.finals.steps, self.finals.columns] = final
-            return following[steps, envs]
+            return following
 
+        return map_tree(follow, self.obs, self.next_obs, self.finals.obs)
+
+    def transitions(self) -> Transitions:
+        """Return the valid steps as single transitions, with true final observations."""
+        steps, envs = np.nonzero(self.valid)
         return Transitions(
             map_tree(lambda part: part[steps, envs], self.obs),
             map_tree(lambda part: part[steps, envs], self.actions),
             self.rewards[steps, envs],
-            map_tree(follow, self.obs, self.next_obs, self.finals.obs),
+            map_tree(lambda part: part[steps, envs], self._next_observations()),
             self.terminations[steps, envs],
             self.truncations[steps, envs],
         )
+
+
+def _name_all(tree: Any) -> Any:
+    """Turn tuples, which a TensorDict cannot hold, into dicts."""
+    if isinstance(tree, tuple):
+        tree = {str(index): part for index, part in enumerate(tree)}
+    return {name: _name_all(part) for name, part in tree.items()} if isinstance(tree, dict) else tree
 
 
 def map_tree(function: Callable[..., Any], *trees: Any) -> Any:

@@ -5,14 +5,17 @@ Each framework's adapter is imported only when an agent of that framework is giv
 
 from __future__ import annotations
 
-from clusterenv.errors import PolicyError
-from clusterenv.policy.policy import FunctionPolicy, Policy
+import sys
 
-__all__ = ["as_policy"]
+from clusterenv.errors import PolicyError
+from clusterenv.policy.contents import ArrayKind
+from clusterenv.policy.policy import FunctionPolicy, Policy, Selected, TrackedPolicy
+
+__all__ = ["as_policy", "as_travelling_policy"]
 
 
 def as_policy(agent: object) -> Policy:
-    """Return the agent if it is a policy already, otherwise wrap it: a torch module or a plain function.
+    """Return the agent if it is a policy already, otherwise wrap it: a torch module, an SB3 model, a plain function.
 
     Raises:
         PolicyError: It is none of these, or it is unclear how it chooses actions.
@@ -21,13 +24,48 @@ def as_policy(agent: object) -> Policy:
         raise PolicyError(f"{agent.__name__} is a class; give an instance of it: {agent.__name__}(...).")
     if isinstance(agent, Policy):
         return agent
-    if any(base.__module__.partition(".")[0] == "torch" for base in type(agent).__mro__):
+    origins = {base.__module__.partition(".")[0] for base in type(agent).__mro__}
+    if "stable_baselines3" in origins:
+        from clusterenv.adapters.sb3_policy import sb3_policy
+
+        return sb3_policy(agent)  # type: ignore[arg-type]  # it refuses what it does not know
+    if "torch" in origins:
         from clusterenv.adapters.torch import TorchPolicy
 
         return TorchPolicy(agent)  # type: ignore[arg-type]  # TorchPolicy refuses what is not an nn.Module
     if callable(agent):
-        return FunctionPolicy(agent)
+        return FunctionPolicy(agent, _array_kinds())
     raise PolicyError(
         f"A {type(agent).__name__} is not a policy. Give a torch module, a function from observations to actions, or "
         "an object with the methods of clusterenv.policy.Policy (BasePolicy has all but one of them)."
     )
+
+
+def as_travelling_policy(agent: object, extras: tuple[str, ...] | None = None) -> Policy:
+    """Return the agent as a policy of which everything that can change reaches the workers.
+
+    Args:
+        agent: As for `as_policy`.
+        extras: What is wanted of it in rollouts besides actions; None: everything it returns.
+
+    Raises:
+        PolicyError: It cannot be read as a policy.
+    """
+    policy = as_policy(agent)
+    if policy is agent and not hasattr(policy, "contents"):
+        policy = TrackedPolicy(policy, _array_kinds())
+    return policy if extras is None else Selected(policy, extras)
+
+
+def _array_kinds() -> list[ArrayKind]:
+    """Return the kinds of arrays that an agent of this process may hold."""
+    kinds: list[ArrayKind] = []
+    if "torch" in sys.modules:
+        from clusterenv.adapters.torch.module import TORCH
+
+        kinds.append(TORCH)
+    if "stable_baselines3" in sys.modules:
+        from clusterenv.adapters.sb3_policy import Sb3Models
+
+        kinds.append(Sb3Models())
+    return kinds

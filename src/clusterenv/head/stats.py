@@ -24,6 +24,7 @@ class Stats:
         self.bytes_if_every_update = 0
         self.divergence = float("nan")
         self.age = 0.0
+        self.fast_path = 0
         self.bytes: Counter[str] = Counter(weights=0, sketches=0, rollouts=0)
         self.reasons: Counter[Reason] = Counter()
         self.collect_s = 0.0
@@ -76,6 +77,7 @@ class Stats:
             "pulls_saved": self.pulls_if_every_update - self.pulls,
             "divergence": self.divergence,
             "age": self.age,
+            "fast_path": self.fast_path,
             "collect_seconds": self.collect_s,
             "env_steps_per_second": self.rollout_steps / self.collect_s if self.collect_s else 0.0,
             "worker_idle_share": 1.0 - self.busy_s / (max(1, num_workers) * self.collect_s) if self.collect_s else 0.0,

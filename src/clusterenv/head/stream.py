@@ -135,7 +135,8 @@ class Stream:
         if not self.is_open:
             raise StopIteration
         with self._owner:
-            self._versions.notice(self._policy)
+            if not self._versions.notice(self._policy):
+                self._begin_anew()
             started = time.monotonic()
             try:
                 # What came while the learner learned, and no more than that.
@@ -185,6 +186,16 @@ class Stream:
     ) -> None:
         """End it."""
         self.close()
+
+    def _begin_anew(self) -> None:
+        """Send the workers a policy whose structure has changed; rollouts that are made already stay."""
+        with self._remote.without_late(), self._rollouts.distrust_after_failure():
+            self._remote.settle()
+            self._versions.prepare(self._policy, self.values)
+        for made in self._ready:
+            made.worker.stream.num_ready += 1
+        self._due = dict.fromkeys(worker for worker in self._remote.workers if worker.is_ready)
+        self._remote.stream = self
 
     def on_lost(self, worker: Worker) -> None:
         """Note that a worker is lost, with what it was asked for."""

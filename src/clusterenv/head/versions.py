@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from clusterenv.head.stats import Stats
 from clusterenv.head.worker import HeldPolicy, Worker
+from clusterenv.policy.contents import generation_of
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sketch import (
     DEFAULT_PROBES,
@@ -29,6 +30,8 @@ from clusterenv.wire.layout import Layout
 from clusterenv.wire.zeromq import Frames, cut
 
 log = logging.getLogger(__name__)
+
+_MAX_SHOWN = 64  # Observations are a policy's to try itself on: a few will do.
 
 
 class PolicyBackend(Protocol):
@@ -76,6 +79,7 @@ class Versions:
         self._policy: Policy | None = None
         self._stamp: Hashable = None
         self._is_told = False
+        self._generation = 0
         self._spec = WeightsSpec(())
         self._sum_held = 0
         self._encoded: tuple[int, Frames] | None = None
@@ -87,18 +91,26 @@ class Versions:
 
     def prepare(self, policy: Policy, arguments: Mapping[str, Any]) -> set[Worker]:
         """Bring the newest version to the workers that need it; returns which of them must load it now."""
-        if policy is not self._policy:
+        if policy is not self._policy or not self.notice(policy):
             self._adopt(policy, arguments)
             return set()
-        self.notice(policy)
         return self._choose(policy)
 
-    def notice(self, policy: Policy) -> None:
-        """Find out whether the weights have changed: then they are a new version."""
+    def notice(self, policy: Policy) -> bool:
+        """Find out whether the weights have changed: then they are a new version.
+
+        Returns:
+            False if not only weights have changed, but the structure: `prepare` sends it to the workers.
+        """
         stamp = policy.stamp()
+        if self._is_told or stamp != self._stamp:
+            self._show(policy)
+        if generation_of(policy) != self._generation:
+            return False
         if self._is_told or stamp != self._stamp:
             self._stamp, self._is_told = stamp, False
             self._number_version()
+        return True
 
     def remember(self, buffers: RolloutBuffers) -> None:
         """Keep the probes of a rollout of all environments, the same that its workers keep."""
@@ -204,17 +216,26 @@ class Versions:
 
     def _adopt(self, policy: Policy, arguments: Mapping[str, Any]) -> None:
         self.forget_policy()  # Should adopting fail halfway, no worker is trusted to hold any policy.
+        stamp = policy.stamp()  # First: it finds out what there is.
+        self._show(policy)
         self._spec = WeightsSpec.of(policy.weights())
         num_probes = DEFAULT_PROBES if self._rule.needs_sketch else 0
-        stamp = policy.stamp()
+        generation = generation_of(policy)
         self._backend.adopt(policy, self._spec, self.newest + 1, num_probes, arguments)
-        self._policy, self._stamp, self._is_told = policy, stamp, False
+        self._policy, self._stamp, self._is_told, self._generation = policy, stamp, False, generation
         self._number_version()
         self._sum_held = 0
         for worker in self._workers:
             worker.policy = HeldPolicy(tracker=self._rule.start())
             if worker.has_served:
                 self._pull(worker, Reason.FIRST)
+
+    def _show(self, policy: Policy) -> None:
+        """Show a policy that wants to see them the newest observations, before its weights are read."""
+        if (look_at := getattr(policy, "look_at", None)) is not None:
+            rows = [array[:_MAX_SHOWN] for array in self._backend.newest.observations if array is not None]
+            look_at(self._observations.nest(rows))
+        self._stats.fast_path = int(getattr(policy, "is_fast", False))
 
     def _number_version(self) -> None:
         self.newest += 1

@@ -16,13 +16,14 @@ A user's own policy is a class with one method on top of `BasePolicy`:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
+from clusterenv.policy.contents import ArrayKind, Contents, Delivered
 from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution
 from clusterenv.policy.weights import Weights, WeightsSpec
 
@@ -137,23 +138,154 @@ class BasePolicy:
 class FunctionPolicy(BasePolicy):
     """A plain function over numpy arrays: `f(obs)`, `f(obs, rng)`, `f(obs, epsilon)`.
 
-    A parameter named `rng` receives the worker's seeded generator; any other is a per-call value.
+    A parameter named `rng` receives the worker's seeded generator; any other is a per-call value. What the function
+    refers to by value (a network in its closure, a global of the script) is the policy's weights.
 
     Args:
         function: Returns the actions, or a `Decision`.
+        kinds: The frameworks whose arrays it may refer to.
     """
 
-    def __init__(self, function: Callable[..., Tree | Decision]) -> None:
+    def __init__(self, function: Callable[..., Tree | Decision], kinds: Sequence[ArrayKind] = ()) -> None:
         self._function = function
         self._signature = Signature(function, num_positional=1, offered="rng")
+        self._kinds = kinds
+        self._contents: Contents | None = None
+        self._delivered: Delivered | None = None
+
+    @property
+    def contents(self) -> Contents:
+        """What the function carries by value."""
+        if self._contents is None:
+            self._contents = Contents(self._function, self._kinds)
+        return self._contents
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """The per-call values that the function has parameters for."""
+        return self._signature.values
+
+    @property
+    def generation(self) -> int:
+        """How often what the function is made of has changed, other than arrays and plain values."""
+        return self.contents.generation
+
+    def announce(self) -> None:
+        """Take for changed what cannot be compared."""
+        self.contents.announce()
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
         answer = self._function(obs, **self._signature.bind(self.rng, call))
         return answer if isinstance(answer, Decision) else Decision(answer, {})
 
+    def weights(self) -> dict[str, Array]:
+        """Return the arrays and plain values that the function refers to."""
+        return self.contents.weights() if self._delivered is None else self._delivered.weights()
+
+    def load(self, weights: Weights) -> None:
+        """Overwrite what the function refers to, on a worker."""
+        if self._delivered is not None:
+            self._delivered.load(weights)
+
+    def stamp(self) -> Hashable:
+        """Return a value that changes with what the function refers to."""
+        return self.contents.stamp()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the function without the numbers of its arrays."""
+        return _rebuild_function, (self.contents.pack(),)
+
+
+class TrackedPolicy:
+    """A user's own policy whose attributes reach the workers too, not only its weights.
+
+    Args:
+        policy: Has its own `weights` and `load`; what else its pickle carries by value is added to them.
+        kinds: The frameworks whose arrays may be among that.
+    """
+
+    def __init__(self, policy: Policy, kinds: Sequence[ArrayKind] = ()) -> None:
+        self._policy = policy
+        self.contents = Contents(policy, kinds, own=policy.weights)
+        self.act, self.distribution = policy.act, policy.distribution
+        self.seed, self.initial_state = policy.seed, policy.initial_state
+        self.announce = self.contents.announce
+
+    @property
+    def generation(self) -> int:
+        """How often what the policy is made of has changed, other than weights and plain values."""
+        return self.contents.generation
+
+    def weights(self) -> dict[str, Array]:
+        return {**self._policy.weights(), **self.contents.weights()}
+
+    def load(self, weights: Weights) -> None:
+        raise PolicyError("Only a worker's copy of a policy is loaded.")
+
+    def stamp(self) -> Hashable:
+        return self._policy.stamp(), self.contents.stamp()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _DeliveredPolicy, (self.contents.pack(),)
+
+
+class _DeliveredPolicy:
+    """A tracked policy on its worker."""
+
+    def __init__(self, packed: bytes) -> None:
+        self._delivered = Delivered(packed)
+        self._policy: Policy = self._delivered.payload
+        self.act, self.distribution = self._policy.act, self._policy.distribution
+        self.seed, self.initial_state = self._policy.seed, self._policy.initial_state
+        self.stamp = self._policy.stamp
+        self.takes: frozenset[str] = frozenset(getattr(self._policy, "takes", ()))
+
+    def weights(self) -> dict[str, Array]:
+        return {**self._policy.weights(), **self._delivered.weights()}
+
+    def load(self, weights: Weights) -> None:
+        carried = self._delivered.weights()
+        self._delivered.load({name: weights[name] for name in carried if name in weights})
+        self._policy.load({name: array for name, array in weights.items() if name not in carried})
+
+
+class Selected:
+    """A policy of which only some extras are wanted in rollouts: what nobody asked for need not be made or sent.
+
+    Args:
+        policy: Any.
+        wanted: The names of the extras.
+    """
+
+    def __init__(self, policy: Any, wanted: tuple[str, ...]) -> None:
+        self._policy = policy
+        self.wanted = wanted
+        self.act, self.distribution, self.initial_state = policy.act, policy.distribution, policy.initial_state
+        self.weights, self.load, self.stamp, self.seed = policy.weights, policy.load, policy.stamp, policy.seed
+        self.takes: frozenset[str] = frozenset(getattr(policy, "takes", ()))
+        if hasattr(policy, "wanted"):
+            policy.wanted = wanted
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the policy has: whether it is fast, how often its structure has changed."""
+        if name.startswith("__") or name == "_policy":
+            raise AttributeError(name)
+        return getattr(self._policy, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Selected, (self._policy, self.wanted)
+
+
+def _rebuild_function(packed: bytes) -> FunctionPolicy:
+    """Make a worker's policy; its arrays are zeros until some are loaded."""
+    delivered = Delivered(packed)
+    policy = FunctionPolicy(delivered.payload)
+    policy._delivered = delivered
+    return policy
+
 
 class Signature:
-    """The keyword arguments that a user's function takes: one that ClusterEnv offers, and per-call values.
+    """The keyword arguments that a user's function takes: one that ClusterEnv offers, and per-call `values`.
 
     Args:
         function: The user's function.
@@ -170,7 +302,7 @@ class Signature:
         named = {p.name: p for p in parameters[num_positional:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         self._offered = offered if named.pop(offered, None) else None
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._values = frozenset(named)
+        self.values = frozenset(named)
         self._required = {name for name, p in named.items() if p.default is p.empty}
 
     def bind(self, offer: object, call: Call) -> dict[str, object]:
@@ -184,10 +316,10 @@ class Signature:
                 f"The policy function {self._name}() needs {', '.join(sorted(missing))}: give it with the call, "
                 f'as in envs.rollout(agent, num_steps, values={{"{min(missing)}": ...}}).'
             )
-        if not self._takes_any and (unknown := call.keys() - self._values):
+        if not self._takes_any and (unknown := call.keys() - self.values):
             raise PolicyError(
                 f"The policy function {self._name}() takes no {', '.join(sorted(unknown))}. "
-                f"Per-call values it takes: {', '.join(sorted(self._values)) or 'none'}."
+                f"Per-call values it takes: {', '.join(sorted(self.values)) or 'none'}."
             )
         return dict(call) if self._offered is None else {self._offered: offer, **call}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from gymnasium import Space
+from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 from numpy.typing import NDArray
@@ -21,9 +21,11 @@ from clusterenv.wire.messages import ArraySpec
 from clusterenv.worker.episodes import EpisodeLedger
 from clusterenv.worker.host import Host
 from clusterenv.worker.infos import Infos, complete, info_row
+from clusterenv.worker.masks import NAME, ActionMasks
 
 OnStep = Callable[[int], None]
 
+_NEVER_NAN = frozenset({"logprob", "value"})
 _MAX_KEPT = 8  # Rollouts whose probes are kept: in a stream the head speaks of one that is not the last.
 
 
@@ -43,6 +45,7 @@ class Collector:
         host: Host,
         spaces: tuple[Space[Any], Space[Any]],
         mode: AutoresetMode,
+        masks: ActionMasks,
         *,
         is_at_start: bool,
     ) -> None:
@@ -53,14 +56,17 @@ class Collector:
             host: The environments.
             spaces: Of observations and actions, of one environment.
             mode: How the host resets.
+            masks: Which actions the environments allow.
             is_at_start: Whether the environments were not stepped since their reset.
         """
         self._host = host
         self._mode = mode
+        self._masks = masks
         self._rows = len(host.buffers.rewards)
         observation_space, action_space = spaces
         self._observations, self._actions = Layout(observation_space), Layout(action_space)
         self._batched_actions = batch_space(action_space, self._rows)
+        self._ranges = [_range_of(part) for part in _leaf_spaces(action_space)]
         self._observation_space = observation_space
         self._starts = np.ones(self._rows, np.bool_)
         self._pending = host.buffers.terminations | host.buffers.truncations
@@ -79,6 +85,7 @@ class Collector:
         """
         self.version = 0
         self._policy = policy
+        self._takes_masks = NAME in getattr(policy, "takes", ())
         self._num_probes = num_probes
         self._probes: dict[int, Probes] = {}  # By the number of their rollout.
         self._state: State | None = policy.initial_state(self._rows)
@@ -102,14 +109,24 @@ class Collector:
                 for leaf, column in zip(self._observations.leaves, zip(*samples, strict=True), strict=True)
             ]
         )
-        decision = self._policy.act(batch, self._state, values)
-        self._checked_actions(decision)
+        decision = self._policy.act(batch, self._state, self._with_masks(values))
+        self._checked_actions(decision, are_real=False)
+        self._check_extras(decision)
         if self._state is not None and decision.state is None:
             raise PolicyError(
                 "The policy has an initial_state(), but act() returned no state: a recurrent policy's act() must "
                 "return Decision(action, extras, state)."
             )
-        return describe(decision.extras), describe(decision.state or {})
+        extras = self._with_mask_extra(decision.extras)
+        wanted = getattr(self._policy, "wanted", None)
+        if wanted is not None:
+            if unknown := [name for name in wanted if name not in extras]:
+                raise PolicyError(
+                    f"extras={tuple(wanted)} asks for {', '.join(unknown)}, which the policy does not return. It "
+                    f"returns: {', '.join(extras) or 'nothing besides actions'}."
+                )
+            extras = {name: extras[name] for name in wanted}
+        return describe(extras), describe(decision.state or {})
 
     def restart(self, mask: NDArray[np.bool_], seed: int | None) -> None:
         """Note that these environments were reset; a seed starts the policy's random choices anew as well."""
@@ -170,6 +187,8 @@ class Collector:
                 infos = complete(self._host.step(None, actions, for_rollout=True), self._rows)
                 self.is_stepping = False
                 self._note(block, step, infos, finals)
+                if self._masks.current is not None:
+                    self._masks.step(infos)
                 made = step + 1
                 if on_step is not None:
                     on_step(made)
@@ -180,6 +199,9 @@ class Collector:
                 newest[...] = column[reached]  # type: ignore[index]  # no leaf of objects gets this far
             done = (block.terminations | block.truncations)[:made]
             episodes = self._ledger.add(block.rewards[:made], block.valid[:made], done)
+        for name in _NEVER_NAN & block.extras.keys():
+            if np.isnan(block.extras[name]).any():
+                raise PolicyError(f"The policy's {name} holds NaN. Has training diverged?")
         self._keep_probes(block, number)
         return {
             "episodes": {
@@ -201,13 +223,17 @@ class Collector:
         self.is_stepping = False
         decision = self._act(list(self._host.buffers.observations), values)
         actions = self._checked_actions(decision)
+        extras = self._with_mask_extra(decision.extras)
         batch = self._single(actions)
         self.is_stepping = True
         infos = complete(self._host.step(buffer, batch), self._rows)
         self.is_stepping = False
+        if self._masks.current is not None:
+            self._masks.step(infos)
         self.account()
         version = np.full(self._rows, self.version, np.int64)
-        return {**infos, "action": self._actions.nest(actions), **decision.extras, "policy_version": version}
+        extras.pop(NAME, None)  # The infos hold the mask for the next action under that name, as with other steps.
+        return {**infos, "action": self._actions.nest(actions), **extras, "policy_version": version}
 
     def measure(self, sketch: Sketch, number: int) -> Measurement:
         """Compare the policy with a sketch, on a rollout's probes or, without any, on current observations."""
@@ -236,6 +262,8 @@ class Collector:
             assert initial is not None
             self._state = start_episodes(self._state, initial, self._starts)
         before = self._state
+        if self._takes_masks:
+            values = self._with_masks(values)
         decision = self._policy.act(self._observations.nest(observations), before, values)
         self._state, self._before = decision.state, before
         return decision
@@ -245,8 +273,16 @@ class Collector:
         actions = self._checked_actions(decision)
         for column, action in zip(block.actions, actions, strict=True):
             column[step] = action
+        extras = decision.extras if self._masks.current is None else self._with_mask_extra(decision.extras)
         for name, column in block.extras.items():
-            column[step] = decision.extras[name]
+            extra = extras.get(name)
+            if extra is None or extra.shape != column.shape[1:]:
+                got = "none" if extra is None else f"shape {extra.shape}"
+                raise PolicyError(
+                    f"The policy's {name} must have shape {column.shape[1:]} of {column.dtype}, as at its first call, "
+                    f"got {got}. A policy must return the same extras at every call."
+                )
+            column[step] = extra
         for name, column in block.states.items():
             column[step] = self._before[name]  # type: ignore[index]  # a block has states only if the policy has
         return self._single(actions)
@@ -290,14 +326,32 @@ class Collector:
                 del self._probes[next(iter(self._probes))]
             self._probes[number] = take_probes(indices, observations, block.states or None)
 
-    def _checked_actions(self, decision: Decision) -> list[NDArray[Any]]:
-        """Return one array per leaf, in exactly the action space's dtype and shape."""
+    def _with_masks(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return per-call values with the masks of the environments, if these have any and the policy takes them."""
+        masks = self._masks.current
+        return values if masks is None or not self._takes_masks else {NAME: masks, **values}
+
+    def _with_mask_extra(self, extras: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        masks = self._masks.current
+        return dict(extras) if masks is None else {NAME: masks, **extras}
+
+    def _check_extras(self, decision: Decision) -> None:
+        for name, extra in decision.extras.items():
+            if not isinstance(extra, np.ndarray) or extra.shape[:1] != (self._rows,) or extra.dtype.kind not in "biufc":
+                got = f"{extra.dtype} of shape {extra.shape}" if isinstance(extra, np.ndarray) else type(extra).__name__
+                raise PolicyError(
+                    f"The policy's {name} must be an array of numbers with one row for each of the {self._rows} "
+                    f"environments of its worker, got {got}."
+                )
+
+    def _checked_actions(self, decision: Decision, *, are_real: bool = True) -> list[NDArray[Any]]:
+        """Return one array per leaf, in exactly the action space's dtype and shape; real ones are of the space."""
         try:
             parts = self._actions.flatten(decision.action)
         except (KeyError, IndexError, TypeError) as error:
             raise PolicyError(f"The policy's actions are not nested as the action space is: {error}.") from error
         checked = []
-        for leaf, part in zip(self._actions.leaves, parts, strict=True):
+        for leaf, part, bounds in zip(self._actions.leaves, parts, self._ranges, strict=True):
             array = np.asarray(part)
             wanted = (self._rows, *leaf.shape)
             assert leaf.dtype is not None, "checked by the head: check_collectable"
@@ -305,6 +359,16 @@ class Collector:
                 raise PolicyError(
                     f"The policy's action{leaf} must have shape {wanted} and a dtype that fits {leaf.dtype}, "
                     f"got shape {array.shape} of {array.dtype}. The action space is {self._batched_actions}."
+                )
+            if not are_real:
+                pass  # On made-up observations a policy may do anything.
+            elif bounds is None:
+                if array.dtype.kind == "f" and np.isnan(array).any():
+                    raise PolicyError(f"The policy's action{leaf} holds NaN. Has training diverged?")
+            elif (array < bounds[0]).any() or (array > bounds[1]).any():
+                raise PolicyError(
+                    f"The policy's action{leaf} must be from {bounds[0]} to {bounds[1]}, got {array.min()} to "
+                    f"{array.max()}. The action space is {self._batched_actions}."
                 )
             checked.append(array if array.dtype == leaf.dtype else array.astype(leaf.dtype))
         return checked
@@ -315,6 +379,28 @@ class Collector:
         if self._actions.is_single:
             return actions[0]
         return iterate(self._batched_actions, self._actions.nest(actions))
+
+
+def _leaf_spaces(space: Space[Any]) -> list[Space[Any]]:
+    """Return the spaces of a layout's leaves, in its order."""
+    if isinstance(space, spaces.Dict):
+        return [leaf for part in space.spaces.values() for leaf in _leaf_spaces(part)]
+    if isinstance(space, spaces.Tuple):
+        return [leaf for part in space.spaces for leaf in _leaf_spaces(part)]
+    return [space]
+
+
+def _range_of(space: Space[Any]) -> tuple[Any, Any] | None:
+    """Return the least and the largest choice; None for continuous actions, which environments clip as they like."""
+    match space:
+        case spaces.Discrete():
+            return int(space.start), int(space.start + space.n - 1)
+        case spaces.MultiDiscrete():
+            return space.start, space.start + space.nvec - 1
+        case spaces.MultiBinary():
+            return 0, 1
+        case _:
+            return None
 
 
 def _fits(array: NDArray[Any], dtype: np.dtype[Any]) -> bool:

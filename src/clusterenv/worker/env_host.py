@@ -107,7 +107,8 @@ class EnvHost(Host):
             if info:
                 add_info(row, info)
         self.failed_row = None
-        return self._infos.end()
+        self.reset_infos = self._infos.end()
+        return self.reset_infos
 
     def step(self, buffer: int | None, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
         if buffer is not None:
@@ -121,7 +122,8 @@ class EnvHost(Host):
             if self._mode is AutoresetMode.DISABLED and not for_rollout and any(self._pending):
                 raise self._reset_needed()
             is_begun = True
-            infos = self._step(self._actions.read() if actions is None else actions, not for_rollout)
+            wants_all = not for_rollout or self.keeps_infos
+            infos = self._step(self._actions.read() if actions is None else actions, wants_all)
         except BaseException:
             self._keep_rows(self.failed_row if is_begun and self.failed_row is not None else 0)
             raise

@@ -24,9 +24,12 @@ class Host(abc.ABC):
         takes_batches: Whether `step` takes actions as the batched space has them, rather than one per environment.
         buffers: The one of the two step buffers that was filled last.
         errors: The exceptions of environments that were forgiven since `step` or `reset` was called: rows and texts.
+        keeps_infos: Whether a rollout's steps return all infos: they hold action masks.
+        reset_infos: Of the last reset.
     """
 
     takes_batches: bool
+    keeps_infos = False
 
     def __init__(
         self, assignment: Assignment, spaces: RunSpaces, pair: Pair, tick: Callable[[], None], *, num_budgets: int
@@ -42,6 +45,7 @@ class Host(abc.ABC):
         """
         self.failed_row: int | None = None
         self.buffers = pair[0]
+        self.reset_infos: Infos = {}
         self._pair = pair
         self._buffer = 0
         self._aside = Aside(pair[0])

@@ -22,8 +22,9 @@ from clusterenv.wire.layout import Layout
 from clusterenv.worker.collector import Collector, OnStep
 from clusterenv.worker.env_host import EnvHost
 from clusterenv.worker.host import Host, Pair
-from clusterenv.worker.infos import Infos
+from clusterenv.worker.infos import Infos, complete
 from clusterenv.worker.making import Envs, make_all, make_vector_env
+from clusterenv.worker.masks import ActionMasks
 from clusterenv.worker.vector_host import VectorHost
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class Shard:
         self._making_row: int | None = None
         self._is_at_start = True  # Whether no environment was stepped since all were reset.
         self._policy_seed: int | None = None
+        self._masks = ActionMasks(assignment.num_rows)
+        self._num_adopted = 0  # Policies since the last reset of all.
         self._collector: Collector | None = None
 
     @property
@@ -98,9 +101,11 @@ class Shard:
     ) -> Infos:
         """Reset all environments, or those in the mask. A seed for all also seeds the policy."""
         infos = self.host.reset(buffer, seeds, mask, options)
+        self._masks.reset(complete(infos, len(seeds)), None if mask is None else np.array(mask, np.bool_))
         if mask is None:
             self._is_at_start = True
             self._policy_seed = _policy_seed(seeds[0])
+            self._num_adopted = 0
         if self._collector is not None:
             rows = np.ones(len(seeds), np.bool_) if mask is None else np.array(mask, np.bool_)
             self._collector.restart(rows, self._policy_seed if mask is None else None)
@@ -109,6 +114,7 @@ class Shard:
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
         """Begin new episodes in the place of those that were lost with another worker; see `Host.resume`."""
         self.host.resume(buffer, seeds, seen, ended)
+        self._masks.reset(complete(self.host.reset_infos, len(seeds)), None)
         self._policy_seed = _policy_seed(seeds[0])
 
     def step(self, buffer: int, actions: Iterable[Any] | None) -> Infos:
@@ -120,6 +126,8 @@ class Shard:
                 self._collector.resume_after_error()
             raise
         self._is_at_start = False
+        if self._masks.current is not None:
+            self._masks.step(complete(infos, self._assignment.num_rows))
         if self._collector is not None:
             self._collector.account()
         return infos
@@ -142,13 +150,17 @@ class Shard:
             self.host,
             (spaces.observation_space, spaces.action_space),
             self._assignment.autoreset_mode,
+            self._masks,
             is_at_start=self._is_at_start,
         )
+        self.host.keeps_infos = self._masks.current is not None
         collector.replace(policy, num_probes=num_probes)
         collector.load(version, weights)
         extras, states = collector.rehearse(values)
         if self._policy_seed is not None:
-            policy.seed(self._policy_seed)
+            # The second policy since a reset must not repeat the random choices of the first.
+            policy.seed(self._policy_seed + self._num_adopted)
+        self._num_adopted += 1
         self._collector = collector
         layouts = Layout(spaces.action_space), Layout(spaces.observation_space)
         self.rollout_layout = RolloutLayout(*layouts, tuple(extras), tuple(states))

@@ -90,7 +90,8 @@ class VectorHost(Host):
         else:
             self._truncated, self._first, self._is_told, self._beginners = None, None, True, None
         self.buffers.terminations[rows] = self.buffers.truncations[rows] = False
-        return _with_masks(infos, self._num_rows)
+        self.reset_infos = _with_masks(infos, self._num_rows)
+        return self.reset_infos
 
     def step(self, buffer: int | None, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
         if buffer is not None:
@@ -182,7 +183,7 @@ class VectorHost(Host):
         if self._beginners is not None:
             self.buffers.rewards[self._beginners] = 0.0
             self._beginners = None
-        if for_rollout and not (np.any(terminations) or np.any(truncations)):
+        if for_rollout and not (self.keeps_infos or np.any(terminations) or np.any(truncations)):
             return {}  # No episode ends here.
         return FullInfos(infos) if fits(infos, self._num_rows) else _with_masks(infos, self._num_rows)
 

@@ -1,34 +1,37 @@
 """Agents with a method that returns action, log-probability, entropy and value: CleanRL's form, and the paper's.
 
-The policy head, the submodule whose output parametrises the action distribution, is found by trying. The method is run
-with all submodules watched, and each output is taken, in turn, for the logits or means of each family. The right one
-reproduces the log-probabilities that the method itself returned.
+The action distribution is the one, of those that the method makes while it runs, under which its actions have the
+log-probabilities it returned. An agent that makes none (it samples by hand) has a policy head, a submodule whose output
+parametrises the distribution. That is found by trying: each output is taken, in turn, for the logits or means of each
+family.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import distributions as td
 from torch import nn
 
-from clusterenv.adapters.torch.fast_path import Networks, find_networks, is_pure
+from clusterenv.adapters.torch.distributions import captured, describe, read, squash
 from clusterenv.adapters.torch.module import (
     Evaluation,
     Prepare,
     Randomness,
+    TensorTree,
     as_array,
     as_arrays,
     as_column,
-    as_floats,
     perturbed_copy,
 )
+from clusterenv.adapters.torch.trace import NoProgram, Sheet
 from clusterenv.errors import PolicyError
-from clusterenv.policy.distribution import Array, Call, Distribution, Floats
-from clusterenv.policy.families import Bernoulli, Categorical, DiagonalGaussian, MultiCategorical
+from clusterenv.policy.distribution import Array, Call, Distribution
 from clusterenv.policy.policy import Decision, State, Tree, draw, map_tree
 
 _MIN_TRIAL_ROWS = 16
@@ -36,75 +39,95 @@ _USUAL_HEADS = ("actor", "actor_mean", "policy", "pi")
 
 
 class ActorCritic:
-    """Acts by the agent's own method, or faster if that is provably the same.
-
-    The first batch is used to find out, on a copy of the agent with perturbed weights, (1) where its policy head is, so
-    that the action distribution can be read without knowing how the agent is written, and (2) whether the method does
-    nothing but call its networks, so that they can be called directly.
+    """Acts by the agent's own method.
 
     Args:
         module: The agent.
         method: Called as `method(obs)`, or `method(obs, state, done)` if the agent is recurrent.
         prepare: Turns observations into what the method takes.
-        is_owned: Whether only this policy changes the module, so that references to its memory may be kept.
     """
 
-    def __init__(self, module: nn.Module, method: str, prepare: Prepare | None, is_owned: bool) -> None:
+    def __init__(self, module: nn.Module, method: str, prepare: Prepare | None) -> None:
         self._module = module
         self._method = method
         self._given_prepare = prepare
         self._evaluation = Evaluation(module)
         self._prepare = prepare or self._evaluation.tensors
-        self._is_owned = is_owned
         parameters = list(inspect.signature(getattr(module, method)).parameters.values())
         self._memory = _find_memory(module) if len(parameters) >= 3 and parameters[1].name != "action" else None
         further = parameters[1 if self._memory is None else 3 :]
-        if required := [p.name for p in further if p.default is p.empty and p.kind is not p.VAR_KEYWORD]:
+        required = [p.name for p in further if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        self._needs_mask = "action_mask" in required  # It comes from the environments' infos.
+        if required := [name for name in required if name != "action_mask"]:
             raise PolicyError(
                 f"{type(module).__name__}.{method}() needs {', '.join(required)} besides the observations. Say how to "
                 "get them: TorchPolicy(agent, act=lambda agent, obs: ...)."
             )
-        self._call_names = frozenset(p.name for p in further) - {"action"}
+        self._call_names = self.takes = frozenset(p.name for p in further) - {"action"}
         self._is_studied = False
-        self._head: PolicyHead | None = None
-        self._is_direct = False
-        self._networks: Networks | None = None  # Kept only if the module is ours.
+        self._reading: Reading | None = None
 
     def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
-        """Decide with the networks if they are known to suffice, otherwise with the agent's method."""
-        if not self._is_studied:
-            self._study(obs, state)
-        if self._networks is not None and self._head is not None and isinstance(obs, np.ndarray):
-            rows, values = self._networks.both(obs)
-            return draw(self._head.describe(rows, self._module), randomness.numpy, call, {"value": values})
-        own_values = {name: value for name, value in call.items() if name in self._call_names}
+        """Decide with the agent's method; with its distribution, if per-call values are not the method's own."""
+        if self._needs_mask and "action_mask" not in call:
+            raise PolicyError(
+                f"{type(self._module).__name__}.{self._method}() needs action_mask, but the environments' infos hold "
+                "none: each reset() and step() should return one in info['action_mask']."
+            )
+        own_values: dict[str, Any] = {name: value for name, value in call.items() if name in self._call_names}
+        if "action_mask" in own_values:
+            own_values["action_mask"] = torch.as_tensor(own_values["action_mask"] != 0)
         others = {name: value for name, value in call.items() if name not in own_values}
-        if others and self._head is None:
-            raise PolicyError(f"{type(self._module).__name__}.{self._method}() takes no {', '.join(sorted(others))}.")
-        paths = self._head.paths if others and self._head is not None else ()
+        if others:
+            self._study(obs, state)
+            if self._reading is None:
+                raise PolicyError(
+                    f"{type(self._module).__name__}.{self._method}() takes no {', '.join(sorted(others))}."
+                )
         with self._evaluation.quiet(), randomness.torch():
-            answer, outputs = self._run(obs, state, paths, **own_values)
-            action, logprob, value, new_state = self._parse(answer)
-            count = logprob.shape[0]
+            run = self._run(self._prepare(obs), _count_rows(obs), state, self._reading if others else None, own_values)
+            action, logprob, value, new_state = self._parse(run.answer)
+            count = _count_rows(obs)
             extras = {"logprob": as_column(logprob, "logprob", count), "value": as_column(value, "value", count)}
-            if self._head is None or not others:
+            if not others or self._reading is None:
                 return Decision(as_arrays(action), extras, new_state)
-            distribution = self._head.describe_outputs(outputs, self._module)
+            try:
+                distribution = read(self._reading.sheet(run, self._module))
+            except NoProgram as error:
+                raise PolicyError(f"{', '.join(sorted(others))} cannot be applied: {error}.") from error
         return draw(distribution, randomness.numpy, others, {"value": extras["value"]})._replace(state=new_state)
 
     def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
-        """Read the distribution from the policy head; None if none was found."""
-        if not self._is_studied:
-            self._study(obs, state)
-        if self._head is None:
+        """Read the distribution that the method makes; None if none was found."""
+        self._study(obs, state)
+        if self._reading is None:
             return None
-        # Looked up again if the module is not ours: its owner may give it other memory at any time.
-        networks = self._networks or self._find_networks(obs)
-        if networks is not None and isinstance(obs, np.ndarray):
-            return self._head.describe(networks.policy(obs), self._module)
         with self._evaluation.quiet(), Randomness(0).torch():
-            _, outputs = self._run(obs, state, self._head.paths)
-            return self._head.describe_outputs(outputs, self._module)
+            run = self._run(self._prepare(obs), _count_rows(obs), state, self._reading, {})
+            try:
+                return read(self._reading.sheet(run, self._module))
+            except NoProgram:
+                return None
+
+    @property
+    def is_traceable(self) -> bool:
+        """Whether observations alone decide what the method returns."""
+        return self._given_prepare is None and self._memory is None and not self._call_names
+
+    def study(self, obs: Tree) -> None:
+        """Find out how to read the distribution."""
+        self._study(obs, None)
+
+    def sheet(self, tensors: TensorTree, num_rows: int) -> Sheet:
+        """Run the method and return the tensors it made.
+
+        Raises:
+            NoProgram: It is not known how to read its distribution.
+        """
+        if self._reading is None:
+            raise NoProgram("no distribution was found")
+        run = self._run(tensors, num_rows, None, self._reading, {})
+        return replace(self._reading.sheet(run, self._module), extras={"value": self._parse(run.answer)[2]})
 
     def initial_state(self, num_envs: int) -> State | None:
         """Return zeros, as CleanRL does, if the agent is recurrent."""
@@ -114,15 +137,18 @@ class ActorCritic:
         return {"h": zeros, "c": zeros.copy()} if isinstance(self._memory, nn.LSTM) else {"h": zeros}
 
     def _run(
-        self, obs: Tree, state: State | None, paths: tuple[str, ...], **values: object
-    ) -> tuple[object, dict[str, torch.Tensor]]:
-        """Call the method, and return its answer with the outputs of the submodules at `paths`."""
+        self, tensors: TensorTree, num_rows: int, state: State | None, reading: Reading | None, values: dict[str, Any]
+    ) -> Run:
+        """Call the method, and watch what the reading needs."""
         method = getattr(self._module, self._method)
-        arguments: list[object] = [self._prepare(obs)]
+        arguments: list[object] = [tensors]
         if self._memory is not None:
-            num_envs = _count_rows(obs)
-            arguments += self._recurrent_arguments(state or self.initial_state(num_envs), num_envs)
-        return _watch(self._module, paths, lambda: method(*arguments, **values))
+            arguments += self._recurrent_arguments(state or self.initial_state(num_rows), num_rows)
+        if reading is None:
+            return Run(method(*arguments, **values), [], {})
+        with captured() as made:
+            answer, outputs = _watch(self._module, reading.paths, lambda: method(*arguments, **values))
+        return Run(answer, made, outputs)
 
     def _recurrent_arguments(self, state: State | None, num_envs: int) -> list[object]:
         assert state is not None, "a recurrent agent has an initial state"
@@ -148,35 +174,81 @@ class ActorCritic:
         return answer[0], answer[1], answer[3], state
 
     def _study(self, obs: Tree, state: State | None) -> None:
-        """Find the policy head and, if the module is ours alone, the direct way through the networks."""
-        twin = perturbed_copy(self._module)
-        twin_agent = ActorCritic(twin, self._method, self._given_prepare, is_owned=False)
-        if self._memory is None:
-            times = -(-_MIN_TRIAL_ROWS // max(1, _count_rows(obs)))  # A single action would prove little.
-            obs = map_tree(lambda rows: np.concatenate([rows] * times), obs)
-        with twin_agent._evaluation.quiet(), Randomness(0).torch():
-            answer, outputs = twin_agent._run(obs, state, tuple(path for path, _ in twin.named_modules() if path))
-            action, logprob, value, _ = twin_agent._parse(answer)
-            self._head = _find_head(twin, outputs, action, logprob)
+        """Find the distribution; on a few rows more if there are few, because a single action would prove little."""
+        if self._is_studied or self._needs_mask:
+            return
         self._is_studied = True
-        if self._head is None or self._given_prepare is not None or self._memory is not None or self._call_names:
-            return
-        networks = frozenset((*self._module._modules, *self._module._parameters))
-        if not isinstance(obs, np.ndarray) or not is_pure(self._module, self._method, networks):
-            return
-        trial = find_networks(twin, self._head.path, is_flat=obs.ndim == 2)
-        if trial is None:
-            return
-        rows, values = trial.both(obs)
-        same_rows = _is_close(rows, as_array(outputs[self._head.path]))
-        self._is_direct = same_rows and _is_close(values, as_array(value).reshape(-1))
-        if self._is_owned:
-            self._networks = self._find_networks(obs)
+        if self._memory is None:
+            times = -(-_MIN_TRIAL_ROWS // max(1, _count_rows(obs)))
+            obs = map_tree(lambda rows: np.concatenate([rows] * times), obs)
+        count = _count_rows(obs)
+        with self._evaluation.quiet(), Randomness(0).torch():
+            with captured() as made:
+                run = self._run(self._prepare(obs), count, state, None, {})
+            action, logprob, _, _ = self._parse(run.answer)
+            self._reading = _find_made(replace(run, made=made), self._module, action, logprob)
+        if self._reading is None:
+            self._reading = self._find_head(obs, state, count)
 
-    def _find_networks(self, obs: Tree) -> Networks | None:
-        if not self._is_direct or self._head is None or not isinstance(obs, np.ndarray):
-            return None
-        return find_networks(self._module, self._head.path, is_flat=obs.ndim == 2)
+    def _find_head(self, obs: Tree, state: State | None, count: int) -> PolicyHead | None:
+        """Find the policy head, on a copy whose weights are not those of a fresh agent: all its logits are near 0."""
+        twin = ActorCritic(perturbed_copy(self._module), self._method, self._given_prepare)
+        everything = _Everything(tuple(path for path, _ in twin._module.named_modules() if path))
+        with twin._evaluation.quiet(), Randomness(0).torch():
+            run = twin._run(twin._prepare(obs), count, state, everything, {})
+            action, logprob, _, _ = twin._parse(run.answer)
+            return _find_head(twin._module, run.outputs, action, logprob)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of an agent's method: its answer, the distributions it made, the outputs of watched submodules."""
+
+    answer: object
+    made: Sequence[td.Distribution]
+    outputs: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Everything:
+    """Watches all submodules; there is nothing to read yet."""
+
+    paths: tuple[str, ...]
+
+    def sheet(self, run: Run, module: nn.Module) -> Sheet:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Made:
+    """An action distribution that the method makes while it runs.
+
+    Attributes:
+        indices: Which of those it makes; several are the parts of a MultiDiscrete action.
+        count: How many it makes in all.
+        is_squashed: Whether the method applies tanh, and `action_scale` and `action_bias` if the module has them, to
+            its samples by hand.
+    """
+
+    indices: tuple[int, ...]
+    count: int
+    is_squashed: bool = False
+
+    paths: tuple[str, ...] = ()
+
+    def sheet(self, run: Run, module: nn.Module) -> Sheet:
+        """Describe the distribution.
+
+        Raises:
+            NoProgram: The method has taken another way this time.
+        """
+        if len(run.made) != self.count:
+            raise NoProgram(f"the agent made {len(run.made)} distributions where it made {self.count} before")
+        chosen: Any = [run.made[index] for index in self.indices]
+        if self.is_squashed:
+            scale, shift = getattr(module, "action_scale", 1.0), getattr(module, "action_bias", 0.0)
+            return squash(chosen[0], scale, shift)
+        return describe(chosen if len(chosen) > 1 else chosen[0])
 
 
 @dataclass(frozen=True)
@@ -202,24 +274,51 @@ class PolicyHead:
         """The submodules to watch."""
         return (self.path,) if self.log_std_path is None else (self.path, self.log_std_path)
 
-    def describe(self, rows: Floats, module: nn.Module, log_std: Floats | None = None) -> Distribution:
-        """Return the distribution, given the output `[n, ...]` of the submodule at `path`."""
+    def sheet(self, run: Run, module: nn.Module) -> Sheet:
+        """Describe the distribution by the outputs of the watched submodules."""
+        rows = run.outputs[self.path]
         match self.family:
-            case "categorical":
-                return Categorical(rows)
+            case "diagonal_gaussian":
+                parameter = self.log_std_parameter
+                other = None if self.log_std_path is None else run.outputs[self.log_std_path]
+                log_std = other if parameter is None else module.get_parameter(parameter)
+                assert log_std is not None, "a Gaussian's policy head knows where the standard deviations are"
+                return Sheet("diagonal_gaussian", {"mean": rows, "log_std": log_std}, {}, {})
             case "multi_categorical":
-                return MultiCategorical(rows, self.nvec)
-            case "bernoulli":
-                return Bernoulli(rows)
-        if self.log_std_parameter is not None:
-            log_std = as_floats(module.get_parameter(self.log_std_parameter)).reshape(-1)
-        assert log_std is not None, "a Gaussian's policy head knows where the standard deviations are"
-        return DiagonalGaussian(rows, log_std)
+                return Sheet("multi_categorical", {"logits": rows}, {}, {}, self.nvec)
+            case _:
+                return Sheet(self.family, {"logits": rows}, {}, {})
 
-    def describe_outputs(self, outputs: dict[str, torch.Tensor], module: nn.Module) -> Distribution:
-        """Return the distribution, given the outputs of the watched submodules."""
-        log_std = None if self.log_std_path is None else as_floats(outputs[self.log_std_path])
-        return self.describe(as_floats(outputs[self.path]), module, log_std)
+
+Reading: TypeAlias = Made | PolicyHead | _Everything
+
+
+def _find_made(run: Run, module: nn.Module, action: torch.Tensor, logprob: torch.Tensor) -> Made | None:
+    """Find the distribution, of those that were made, under which `action` has the log-probability `logprob`."""
+    actions, truth = as_array(action), as_array(logprob).reshape(-1)
+    best: tuple[float, Made | None] = (np.inf, None)
+    for guess in _guess_made(run.made):
+        try:
+            with np.errstate(all="ignore"):  # A wrong guess may overflow.
+                logprobs = read(guess.sheet(run, module)).log_prob(actions)
+        except (PolicyError, NoProgram, ValueError, IndexError, TypeError, AttributeError):
+            continue
+        if _is_close(logprobs, truth, 2e-2 if logprob.dtype == torch.bfloat16 else 1e-3):
+            # Of a fresh agent many distributions are nearly the same; only the right one is so exactly.
+            error = float(np.abs(logprobs - truth).max())
+            if error < best[0] or best[1] is None:
+                best = error, guess
+    return best[1]
+
+
+def _guess_made(made: Sequence[td.Distribution]) -> Iterator[Made]:
+    for index, distribution in reversed(list(enumerate(made))):
+        yield Made((index,), len(made))
+        if isinstance(distribution, td.Normal):
+            yield Made((index,), len(made), is_squashed=True)
+    parts = [index for index, distribution in enumerate(made) if isinstance(distribution, td.Categorical)]
+    if len(parts) > 1:
+        yield Made(tuple(parts), len(made))
 
 
 def _watch(
@@ -263,7 +362,7 @@ def _find_head(
             continue
         for guess in _guess_heads(path, rows.shape[1], actions, module, outputs):
             with np.errstate(all="ignore"):  # A wrong guess may overflow.
-                logprobs = guess.describe_outputs(outputs, module).log_prob(actions)
+                logprobs = read(guess.sheet(Run(None, (), outputs), module)).log_prob(actions)
             if _is_close(logprobs, truth):
                 return guess
     return None
@@ -323,5 +422,5 @@ def _count_rows(tree: Tree) -> int:
     return len(tree)
 
 
-def _is_close(one: Floats, other: Array) -> bool:
-    return one.shape == other.shape and np.allclose(one, other.astype(np.float64), rtol=1e-3, atol=1e-4)
+def _is_close(one: Array, other: Array, bound: float = 1e-3) -> bool:
+    return one.shape == other.shape and np.allclose(one, other.astype(np.float64), rtol=bound, atol=0.1 * bound)

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-import cloudpickle
 import numpy as np
 import torch
 from torch import nn
 from torch.distributions import Distribution as TorchDistribution
+from torch.nn.utils import parametrize
 
 from clusterenv.errors import PolicyError
+from clusterenv.policy.contents import Contents, Delivered, sample
 from clusterenv.policy.distribution import Array, Floats
 from clusterenv.policy.policy import State, Tree, map_tree
-from clusterenv.policy.weights import WeightsSpec
 
 TensorTree: TypeAlias = "torch.Tensor | tuple[TensorTree, ...] | dict[str, TensorTree]"
 Prepare: TypeAlias = Callable[[Tree], TensorTree]
 
 _SAMPLES_PER_TENSOR = 16
+_CPU = torch.device("cpu")
+# What every module has and no user changes by hand; hooks that act on a forward pass are not among it.
+_BOOKKEEPING = frozenset(vars(nn.Module())) - {
+    *("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+}
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -36,36 +39,16 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def strip(obj: object, module: nn.Module) -> bytes:
-    """Pickle an object that holds `module`, without the module's weights and for a machine without GPUs.
-
-    Weights become zeros of the same shape; tied weights stay tied. Other tensors (plain attributes, non-persistent
-    buffers) keep their values. Optimizers become None.
-
-    Raises:
-        PolicyError: Something in the object cannot be pickled.
-    """
-    buffer = io.BytesIO()
-    try:
-        _Stripper(buffer, {id(tensor) for tensor in _tensors(module)}).dump(obj)
-    except PolicyError:
-        raise
-    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise PolicyError(
-            f"The structure of {type(module).__name__} cannot be sent to the workers: {error} Does the agent hold "
-            "something that only the learner needs, such as an environment, a logger or a lock?"
-        ) from error
-    return buffer.getvalue()
-
-
 def perturbed_copy(module: nn.Module) -> nn.Module:
     """Copy a module and add noise to its parameters.
 
     A freshly initialised agent is degenerate (all its logits are close to 0), so wrong guesses about its inner workings
     look right. What holds for perturbed weights too holds because of the module's structure.
     """
-    twin: nn.Module = pickle.loads(strip(module, module))  # noqa: S301  # made in this very line
-    twin.load_state_dict(module.state_dict())
+    contents = Contents(module, [TORCH])
+    delivered = Delivered(contents.pack())
+    delivered.load(contents.weights())
+    twin: nn.Module = delivered.payload
     if (parameter := next(module.parameters(), None)) is not None:
         twin.to(parameter.device)
     generator = torch.Generator().manual_seed(0)
@@ -78,62 +61,92 @@ def perturbed_copy(module: nn.Module) -> nn.Module:
     return twin
 
 
-def read_weights(module: nn.Module) -> dict[str, Array]:
-    """Return parameters and persistent buffers as arrays, without a copy if they are in this machine's memory.
+class TorchArrays:
+    """Torch's tensors, as what a policy carries: `policy.contents`."""
 
-    Tied weights appear once. A dtype that numpy lacks, such as bfloat16, appears as integers of the same size.
-    """
-    return {name: _raw_array(tensor) for name, tensor in _named_tensors(module)}
+    def is_array(self, obj: object) -> bool:
+        return isinstance(obj, torch.Tensor)
 
+    def view(self, obj: torch.Tensor) -> Array:
+        """Return the tensor's own memory if it is in this machine's; a dtype that numpy lacks appears as integers."""
+        if isinstance(obj, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
+            raise PolicyError("The agent has lazy layers without weights yet: call it once on an observation first.")
+        return _raw_array(obj)
 
-def load_weights(module: nn.Module, weights: Mapping[str, Array]) -> None:
-    """Overwrite parameters and persistent buffers in place.
-
-    Raises:
-        PolicyError: Names, shapes or dtypes do not fit.
-    """
-    WeightsSpec.of(read_weights(module)).check(weights)
-    for name, tensor in _named_tensors(module):
-        if tensor.device.type == "cpu":
-            np.copyto(_raw_array(tensor), weights[name])
+    def write(self, obj: torch.Tensor, array: Array) -> None:
+        if obj.device.type == "cpu":
+            np.copyto(_raw_array(obj), array)
         else:
             with torch.no_grad():
-                tensor.copy_(torch.from_numpy(weights[name].copy()).view(tensor.dtype).reshape(tensor.shape))
+                obj.copy_(torch.from_numpy(array.copy()).view(obj.dtype).reshape(obj.shape))
+
+    def watch(self, arrays: Sequence[torch.Tensor]) -> Callable[[], Hashable]:
+        return ChangeDetector(arrays).stamp
+
+    def reduce(self, obj: torch.Tensor, *, has_values: bool) -> tuple[Any, ...]:
+        values = self.view(obj) if has_values else None
+        arguments = tuple(obj.shape), obj.dtype, obj.requires_grad, isinstance(obj, nn.Parameter), values
+        return _rebuild_tensor, arguments
+
+    def replace(self, obj: object) -> object:
+        """Unwrap compiled modules; leave optimizers, generators and devices at home."""
+        if isinstance(obj, nn.Module):
+            if parametrize.is_parametrized(obj):
+                return obj
+            return unwrap(obj)
+        if isinstance(obj, torch.optim.Optimizer | torch.Generator):
+            return None
+        return _CPU if isinstance(obj, torch.device) else obj
+
+    def reduce_object(self, obj: object) -> tuple[Any, ...] | None:
+        """Pickle a module with parametrizations, which refuses to be."""
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            kind = type(obj).__mro__[1]
+            return kind.__new__, (kind,), vars(obj), None, None, _restore_parametrized
+        return None
+
+    def hidden(self, obj: object) -> frozenset[str]:
+        return _BOOKKEEPING if isinstance(obj, nn.Module) else frozenset()
+
+    def is_weight(self, obj: torch.Tensor) -> bool:
+        return isinstance(obj, nn.Parameter)
+
+
+TORCH = TorchArrays()
 
 
 class ChangeDetector:
-    """Detects that a module's weights may have changed.
+    """Detects that tensors may have changed.
 
-    Tensors count their in-place writes, but not those through `.data`, through numpy, or by a fused optimizer; so a
-    few numbers of every tensor are compared as well.
+    Tensors count their in-place writes, but not those through `.data`, through numpy, or by a fused optimizer; so
+    their numbers are compared as well: all of small ones, some of large ones.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._identity: Hashable = None
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._identity: tuple[int, ...] = ()
         self._samples: list[Array] = []
         self._device_samples: list[torch.Tensor] = []
 
     def stamp(self) -> Hashable:
-        """Return a value that differs from an earlier one if any weight may have changed in between."""
-        tensors = list(_tensors(self._module))
-        identity = tuple((id(tensor), tensor.data_ptr()) for tensor in tensors)
+        """Return a value that differs from an earlier one if any tensor may have changed in between."""
+        identity = tuple([tensor.data_ptr() for tensor in self._tensors])
         if identity != self._identity:
             self._identity = identity
-            self._sample(tensors)
-        numbers = b"".join([sample.tobytes() for sample in self._samples])
+            self._sample()
+        numbers = b"".join([some.tobytes() for some in self._samples])
         if self._device_samples:  # One copy for all of them, because each copy waits for the device.
             numbers += torch.cat(self._device_samples).cpu().numpy().tobytes()
-        return identity, tuple([tensor._version for tensor in tensors]), numbers
+        return identity, tuple([tensor._version for tensor in self._tensors]), numbers
 
-    def _sample(self, tensors: list[torch.Tensor]) -> None:
+    def _sample(self) -> None:
         self._samples, self._device_samples = [], []
-        for tensor in tensors:
-            step = max(1, tensor.numel() // _SAMPLES_PER_TENSOR)
+        for tensor in self._tensors:
             if tensor.device.type == "cpu":
-                self._samples.append(_raw_array(tensor).reshape(-1)[::step])
+                self._samples.append(sample(_raw_array(tensor)))
             elif tensor.is_floating_point():
-                self._device_samples.append(tensor.detach().view(-1)[::step].float())
+                step = max(1, tensor.numel() // _SAMPLES_PER_TENSOR)
+                self._device_samples.append(tensor.detach().reshape(-1)[::step].float())
 
 
 class Randomness:
@@ -214,9 +227,9 @@ def as_array(tensor: torch.Tensor) -> Array:
 
 
 def as_floats(tensor: torch.Tensor) -> Floats:
-    """Turn one result into an array of float32."""
-    array: Floats = as_array(tensor).astype(np.float32, copy=False)
-    return array
+    """Turn one result into an array of floats: float64 if it is of that, otherwise float32."""
+    array: Floats = as_array(tensor)
+    return array if array.dtype == np.float64 else array.astype(np.float32, copy=False)
 
 
 def as_arrays(tree: TensorTree) -> Tree:
@@ -239,30 +252,12 @@ def as_column(tensor: torch.Tensor, name: str, num_envs: int) -> Array:
     return array
 
 
-def as_state(state: Mapping[str, torch.Tensor]) -> State:
+def as_state(state: Mapping[str, torch.Tensor | Array]) -> State:
     """Turn a recurrent state into arrays; they are copies, because the policy may reuse its tensors."""
-    return {name: as_array(tensor).copy() for name, tensor in state.items()}
-
-
-class _Stripper(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Pickles a module's weights as their shapes."""
-
-    def __init__(self, file: io.BytesIO, weight_ids: set[int]) -> None:
-        super().__init__(file)
-        self._weight_ids = weight_ids
-
-    def reducer_override(self, obj: object) -> object:
-        if isinstance(obj, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
-            raise PolicyError("The agent has lazy layers without weights yet: call it once on an observation first.")
-        if isinstance(obj, torch.Tensor):
-            values = None if id(obj) in self._weight_ids else _raw_array(obj)
-            is_parameter = isinstance(obj, nn.Parameter)
-            return _rebuild_tensor, (tuple(obj.shape), obj.dtype, obj.requires_grad, is_parameter, values)
-        if isinstance(obj, torch.device):
-            return torch.device, ("cpu",)
-        if isinstance(obj, torch.optim.Optimizer):
-            return _none, ()
-        return super().reducer_override(obj)
+    return {
+        name: as_array(part).copy() if isinstance(part, torch.Tensor) else np.array(part)
+        for name, part in state.items()
+    }
 
 
 def _rebuild_tensor(
@@ -275,29 +270,12 @@ def _rebuild_tensor(
     return nn.Parameter(tensor, requires_grad=requires_grad) if is_parameter else tensor
 
 
-def _none() -> None:
-    return None
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield what `_named_tensors` yields, but several times faster and without names; tied weights more than once."""
-    for tensor in module._parameters.values():
-        if tensor is not None:
-            yield tensor
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield buffer
-    for child in module._modules.values():
-        if child is not None:
-            yield from _tensors(child)
+def _restore_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
+    """Do what `register_parametrization` did, to a module that has its parametrizations already."""
+    vars(module).update(state)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:  # type: ignore[union-attr]  # a ModuleDict
+        parametrize._inject_property(module, str(name))
 
 
 def _raw_array(tensor: torch.Tensor) -> Array:

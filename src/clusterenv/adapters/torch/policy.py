@@ -2,53 +2,44 @@
 
 from __future__ import annotations
 
-import pickle
+import inspect
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
-from torch import distributions as td
 from torch import nn
 
 from clusterenv.adapters.torch.actor_critic import ActorCritic
-from clusterenv.adapters.torch.fast_path import Mlp, compile_mlp, is_pure
+from clusterenv.adapters.torch.distributions import describe, from_torch, read
 from clusterenv.adapters.torch.module import (
-    ChangeDetector,
+    TORCH,
     Evaluation,
     Prepare,
     Randomness,
+    TensorTree,
     as_array,
     as_arrays,
     as_column,
-    as_floats,
     as_state,
     as_tensors,
-    load_weights,
-    perturbed_copy,
-    read_weights,
-    strip,
     unwrap,
 )
+from clusterenv.adapters.torch.numpy_program import NumpyProgram
+from clusterenv.adapters.torch.trace import Sheet
 from clusterenv.errors import ConfigError, PolicyError
-from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution, Floats
-from clusterenv.policy.families import (
-    Bernoulli,
-    Categorical,
-    Deterministic,
-    DiagonalGaussian,
-    MultiCategorical,
-    QValues,
-    SquashedGaussian,
-)
+from clusterenv.policy.contents import Contents, Delivered
+from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution
 from clusterenv.policy.policy import Decision, Signature, State, Tree, draw
 from clusterenv.policy.weights import Weights
 
 Output: TypeAlias = Literal["logits", "q", "action", "gaussian", "squashed"]
 
-_Inference: TypeAlias = "ActorCritic | _FunctionInference | _ForwardInference"  # The ways to act with a module.
+_Inference: TypeAlias = (
+    "ActorCritic | _FunctionInference | _ForwardInference | _RecurrentInference"  # The ways to act with a module.
+)
 _OUTPUTS: tuple[Output, ...] = get_args(Output)
 _Q_NETWORK = re.compile(r"^Q(?![a-z])|Q_?Net|DQN")
 
@@ -73,7 +64,9 @@ class TorchPolicy:
         distribution: Returns a torch distribution, or a list of Categoricals for MultiDiscrete actions. Sufficient on
             its own.
         value: Returns the value of each state, in addition to `distribution`.
-        initial_state: From the number of environments to a dict of tensors `[n, ...]`.
+        initial_state: From the number of environments to a dict of tensors or numpy arrays `[n, ...]`. With `output`:
+            what `forward(obs, state)` takes, as one tensor or, if there are several, as a tuple. Not needed for a
+            module with one GRU or LSTM.
         prepare: From numpy observations to what the module takes, if the usual conversion will not do.
 
     Raises:
@@ -88,7 +81,7 @@ class TorchPolicy:
         act: Callable[..., object] | None = None,
         distribution: Callable[..., object] | None = None,
         value: Callable[..., torch.Tensor] | None = None,
-        initial_state: Callable[[int], dict[str, torch.Tensor]] | None = None,
+        initial_state: Callable[[int], Mapping[str, torch.Tensor | Array]] | None = None,
         prepare: Prepare | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
@@ -97,27 +90,93 @@ class TorchPolicy:
         self._functions = _Functions(act, distribution, value, initial_state)
         self._output = output
         self._prepare = prepare
-        self._inference = self._choose_inference(is_owned=False)
-        self._changes = ChangeDetector(self.module)
+        self._inference = self._choose_inference()
+        self._contents: Contents | None = None
+        self._delivered: Delivered | None = None
+        self._program: NumpyProgram | None = None
+        self._num_programs = 0
+        self.wanted: tuple[str, ...] | None = None  # The extras; None: all.
         self._randomness = Randomness()
+
+    @property
+    def contents(self) -> Contents:
+        """What travels to the workers."""
+        if self._contents is None:
+            # Together, so that a function that refers to the module still refers to the same one afterwards.
+            others = {"functions": self._functions, "output": self._output, "prepare": self._prepare}
+            self._contents = Contents({"": self.module, **others}, [TORCH])
+        return self._contents
+
+    @property
+    def generation(self) -> int:
+        """How often what travels to workers, other than weights, has changed."""
+        return self.contents.generation + self._num_programs
+
+    @property
+    def inference(self) -> _Inference:
+        """How the module is run."""
+        return self._inference
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """The per-call values that the agent's own code has parameters for."""
+        return self._inference.takes
+
+    @property
+    def is_traceable(self) -> bool:
+        """Whether observations and weights alone decide what the module returns."""
+        return self._inference.is_traceable and self._delivered is None
+
+    def copy_here(self) -> TorchPolicy:
+        """Make a copy such as a worker has: it can be run without leaving a trace in the learner's own module."""
+        return _rebuild(self.contents.pack())
+
+    def named_arrays(self) -> dict[str, torch.Tensor]:
+        """Return a copy's tensors by the names of its weights."""
+        assert self._delivered is not None, "this is a copy"
+        arrays = self._delivered.named_arrays()
+        return {name: array for name, array in arrays.items() if isinstance(array, torch.Tensor)}
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether workers evaluate this policy in numpy, without torch."""
+        return self._program is not None
+
+    def announce(self) -> None:
+        """Take for changed what cannot be compared."""
+        self.contents.announce()
+
+    def look_at(self, obs: Tree) -> None:
+        """Find out on real observations whether numpy can do what the module does, for the weights of this moment."""
+        found = self._program
+        before = None if found is None else found.program
+        self._program = NumpyProgram.find(self, obs) if found is None else found.renew(self, obs)
+        self._num_programs += before != (None if self._program is None else self._program.program)
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
         return self._inference.act(obs, state, call, self._randomness)
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
         """Return the action distributions on a batch; None if they cannot be read from the module."""
+        if self._program is not None and (found := self._program.distribution(self, obs)) is not None:
+            return found
         return self._inference.distribution(obs, state)
 
     def weights(self) -> dict[str, Array]:
-        """Return parameters and persistent buffers; on a CPU they are the module's own memory."""
-        return read_weights(self.module)
+        """Return parameters, buffers and plain values; on a CPU the arrays are the module's own memory."""
+        if self._delivered is not None:
+            return self._delivered.weights()
+        return self.contents.weights() if self._program is None else self._program.weights(self)
 
     def load(self, weights: Weights) -> None:
-        load_weights(self.module, weights)
+        if self._delivered is None:
+            raise PolicyError("Only a worker's copy of a policy is loaded: write to the learner's own agent directly.")
+        if self._delivered.load(weights):
+            self._inference = self._choose_inference()  # What was found out may hold no longer.
 
     def stamp(self) -> Hashable:
-        """Return a value that changes with the weights, however they are written."""
-        return self._changes.stamp()
+        """Return a value that changes with the weights, however they are written, and with the module's attributes."""
+        return self.contents.stamp()
 
     def seed(self, seed: int) -> None:
         """Seed this policy's own generators; torch's global one is left alone."""
@@ -126,36 +185,41 @@ class TorchPolicy:
     def initial_state(self, num_envs: int) -> State | None:
         return self._inference.initial_state(num_envs)
 
-    def __reduce__(self) -> tuple[Callable[[bytes], TorchPolicy], tuple[bytes]]:
-        """Pickle the structure without the weights, for the CPU."""
-        # Together, so that a function that refers to the module still refers to the same one afterwards.
-        return _rebuild, (strip((self.module, self._functions, self._output, self._prepare), self.module),)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the structure without the weights, for the CPU; for numpy, if that is known to be enough."""
+        return (_rebuild, (self.contents.pack(),)) if self._program is None else self._program.reduce(self)
 
-    def _choose_inference(self, *, is_owned: bool) -> _Inference:
+    def _choose_inference(self) -> _Inference:
         module, functions = self.module, self._functions
         if functions.act is not None or functions.distribution is not None:
             return _FunctionInference(module, functions, self._prepare)
-        if functions.value is not None or functions.initial_state is not None:
-            raise ConfigError("TorchPolicy(value=..., initial_state=...) also needs act=... or distribution=....")
+        if functions.value is not None or (functions.initial_state is not None and self._output is None):
+            raise ConfigError(
+                "TorchPolicy(value=...) also needs act=... or distribution=..., and initial_state=... needs one of "
+                "these or output=...."
+            )
         if self._output is not None and self._output not in _OUTPUTS:
             raise ConfigError(f"TorchPolicy(output=...) must be one of {', '.join(_OUTPUTS)}; got {self._output!r}.")
         if self._output is None:
             if callable(getattr(module, "get_action_and_value", None)):
-                return ActorCritic(module, "get_action_and_value", self._prepare, is_owned)
+                return ActorCritic(module, "get_action_and_value", self._prepare)
             if isinstance(getattr(module, "actor", None), nn.Module) and _has_forward(module):
-                return ActorCritic(module, "forward", self._prepare, is_owned)
+                return ActorCritic(module, "forward", self._prepare)
         output = self._output or _guess_output(module)
         if output is None:
             raise PolicyError(_unreadable(module))
-        return _ForwardInference(module, output, self._prepare, is_owned)
+        if functions.initial_state is not None or _takes_state(module):
+            return _RecurrentInference(module, output, self._prepare, functions.initial_state)
+        return _ForwardInference(module, output, self._prepare)
 
 
-def _rebuild(structure: bytes) -> TorchPolicy:
+def _rebuild(packed: bytes) -> TorchPolicy:
     """Make a worker's policy; its weights are zeros until some are loaded."""
-    module, functions, output, prepare = pickle.loads(structure)  # noqa: S301  # called by unpickling
+    delivered = Delivered(packed)
+    module, functions, output, prepare = delivered.payload.values()
     module.requires_grad_(False)
     policy = TorchPolicy(module, output=output, prepare=prepare, **vars(functions))
-    policy._inference = policy._choose_inference(is_owned=True)
+    policy._delivered = delivered
     return policy
 
 
@@ -166,7 +230,7 @@ class _Functions:
     act: Callable[..., object] | None = None
     distribution: Callable[..., object] | None = None
     value: Callable[..., torch.Tensor] | None = None
-    initial_state: Callable[[int], dict[str, torch.Tensor]] | None = None
+    initial_state: Callable[[int], Mapping[str, torch.Tensor | Array]] | None = None
 
 
 class _FunctionInference:
@@ -179,6 +243,7 @@ class _FunctionInference:
         self._prepare = prepare or self._evaluation.tensors
         self._act = None if functions.act is None else Signature(functions.act, 2, "state")
         self._distribution = None if functions.distribution is None else Signature(functions.distribution, 2, "state")
+        self.takes = frozenset[str]() if self._act is None else self._act.values
 
     def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
         functions = self._functions
@@ -192,7 +257,7 @@ class _FunctionInference:
                     extras["value"] = as_column(value, "value", len(distribution))
             return draw(distribution, randomness.numpy, call, extras)
         with self._evaluation.quiet(), randomness.torch():
-            arguments = self._act.bind(self._tensor_state(state), call)
+            arguments = self._act.bind(self._tensor_state(state), _with_tensor_mask(call))
             return _read_answer(functions.act(self._module, self._prepare(obs), **arguments))
 
     def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
@@ -200,7 +265,24 @@ class _FunctionInference:
             return None
         with self._evaluation.quiet():
             arguments = self._distribution.bind(self._tensor_state(state), NO_VALUES)
-            return _from_torch(self._functions.distribution(self._module, self._prepare(obs), **arguments))
+            return from_torch(self._functions.distribution(self._module, self._prepare(obs), **arguments))
+
+    @property
+    def is_traceable(self) -> bool:
+        functions = self._functions
+        has_state = functions.initial_state is not None or functions.act is not None
+        return not has_state and self._prepare == self._evaluation.tensors
+
+    def study(self, obs: Tree) -> None:
+        """Do nothing: the user has said how to read the distribution."""
+
+    def sheet(self, tensors: TensorTree, num_rows: int) -> Sheet:
+        """Run the functions and return the tensors they made."""
+        assert self._functions.distribution is not None, "it is traceable"
+        assert self._distribution is not None, "as above"
+        found = describe(self._functions.distribution(self._module, tensors, **self._distribution.bind(None, {})))
+        value = self._functions.value
+        return found if value is None else replace(found, extras={"value": value(self._module, tensors)})
 
     def initial_state(self, num_envs: int) -> State | None:
         make = self._functions.initial_state
@@ -217,88 +299,158 @@ class _FunctionInference:
 class _ForwardInference:
     """Acts by what `forward` returns; "logits", "q" and "action" may come with a value as second result."""
 
-    def __init__(self, module: nn.Module, output: Output, prepare: Prepare | None, is_owned: bool) -> None:
+    def __init__(self, module: nn.Module, output: Output, prepare: Prepare | None) -> None:
         self._module = module
         self._output = output
         self._evaluation = Evaluation(module)
         self._prepare = prepare or self._evaluation.tensors
-        self._may_compile = is_owned and prepare is None and output in ("logits", "q", "action")
-        self._mlp: Mlp | None = None
+        self.is_traceable = prepare is None
+        self.takes: frozenset[str] = frozenset()
 
     def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
-        distribution, extras = self._run(obs)
+        with self._evaluation.quiet(), randomness.torch():
+            sheet = self.sheet(self._prepare(obs), 0)
+            distribution = read(sheet)
+            count = len(distribution)
+            extras = {name: as_column(tensor, name, count) for name, tensor in sheet.extras.items()}
         return draw(distribution, randomness.numpy, call, extras)
 
     def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
-        return self._run(obs)[0]
+        with self._evaluation.quiet(), Randomness(0).torch():
+            return read(self.sheet(self._prepare(obs), 0))
 
     def initial_state(self, num_envs: int) -> State | None:
         return None
 
-    def _run(self, obs: Tree) -> tuple[Distribution, dict[str, Array]]:
-        if self._may_compile:
-            self._may_compile = False
-            self._mlp = self._compile(obs)
-        if self._mlp is not None and isinstance(obs, np.ndarray):
-            return self._describe(self._mlp(obs.T.astype(self._mlp.dtype, copy=False)).T, None), {}
-        with self._evaluation.quiet():
-            answer = self._module(self._prepare(obs))
+    def study(self, obs: Tree) -> None:
+        """Do nothing: the output is known."""
+
+    def sheet(self, tensors: TensorTree, num_rows: int) -> Sheet:
+        """Run the module and return the tensors it made."""
+        return self._describe(self._module(tensors))
+
+    def _describe(self, answer: object) -> Sheet:
         first, second = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if not isinstance(first, torch.Tensor):
             raise PolicyError(
                 f"forward() of {type(self._module).__name__} should return {self._output} as a tensor, "
                 f"got {type(answer).__name__}."
             )
-        rows = as_floats(first)
-        if self._output in ("gaussian", "squashed") or second is None:
-            return self._describe(rows, second), {}
-        return self._describe(rows, None), {"value": as_column(second, "value", len(rows))}
-
-    def _describe(self, rows: Floats, second: torch.Tensor | None) -> Distribution:
+        if self._output in ("gaussian", "squashed"):
+            if second is None:
+                raise PolicyError(f"A {self._output} policy's forward() should return (mean, log_std).")
+            constants = self._constants() if self._output == "squashed" else {}
+            family = "squashed_gaussian" if constants else "diagonal_gaussian"
+            return Sheet(family, {"mean": first, "log_std": second}, constants, {})
+        extras = {} if second is None else {"value": second}
         match self._output:
             case "logits":
-                return Categorical(rows)
+                return Sheet("categorical", {"logits": first}, {}, extras)
             case "q":
-                return QValues(rows)
-            case "action":
-                if hasattr(self._module, "action_scale"):
-                    scale, shift = self._constants()
-                    return Deterministic(rows, scale, shift - scale, shift + scale)
-                return Deterministic(rows)
-            case "gaussian" | "squashed":
-                if second is None:
-                    raise PolicyError(f"A {self._output} policy's forward() should return (mean, log_std).")
-                if self._output == "gaussian":
-                    return DiagonalGaussian(rows, as_floats(second))
-                return SquashedGaussian(rows, as_floats(second), *self._constants())
+                return Sheet("q_values", {"q": first}, {}, extras)
+            case _:
+                return Sheet("deterministic", {"action": first}, self._bounds(), extras)
 
-    def _constants(self) -> tuple[Floats, Floats]:
+    def _constants(self) -> dict[str, object]:
         """Return the scale and the shift that CleanRL's continuous agents apply after tanh."""
         scale, shift = getattr(self._module, "action_scale", 1.0), getattr(self._module, "action_bias", 0.0)
-        return _constant(scale).reshape(-1), _constant(shift).reshape(-1)
+        return {"scale": _flat(scale), "shift": _flat(shift)}
 
-    def _compile(self, obs: Tree) -> Mlp | None:
-        """Turn the network into numpy layers if `forward` does nothing but call it."""
-        if not isinstance(obs, np.ndarray) or obs.ndim != 2:
-            return None
-        children = [name for name, _ in self._module.named_children()]
-        if isinstance(self._module, nn.Sequential):
-            path = ""
-        elif len(children) == 1 and is_pure(self._module, "forward", frozenset(children)):
-            path = children[0]
-        else:
-            return None
-        twin = perturbed_copy(self._module)
-        guess = compile_mlp(twin.get_submodule(path))
-        if guess is None:
-            return None
-        with self._evaluation.quiet():
-            truth = twin(Evaluation(twin).tensors(obs))
-        if not isinstance(truth, torch.Tensor) or not np.allclose(
-            guess(obs.T.astype(guess.dtype)).T, truth.numpy(), rtol=1e-3, atol=1e-4
-        ):
-            return None
-        return compile_mlp(self._module.get_submodule(path))
+    def _bounds(self) -> dict[str, object]:
+        if not hasattr(self._module, "action_scale"):
+            return {}
+        scale, shift = self._constants().values()
+        return {"scale": scale, "low": shift - scale, "high": shift + scale}  # type: ignore[operator]  # numbers or tensors
+
+
+def _takes_state(module: nn.Module) -> bool:
+    """Tell whether `forward` takes a recurrent state besides the observations, and the module has a layer for it."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(named) == 2 and any(isinstance(layer, nn.RNNBase | nn.RNNCellBase) for layer in module.modules())
+
+
+class _RecurrentInference(_ForwardInference):
+    """Acts by what `forward(obs, state)` returns: what it would without a state, and the next state as last result."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        output: Output,
+        prepare: Prepare | None,
+        initial_state: Callable[[int], Mapping[str, torch.Tensor | Array]] | None,
+    ) -> None:
+        super().__init__(module, output, prepare)
+        self.is_traceable = False
+        self._make = initial_state
+        self._layer = _find_layer(module) if initial_state is None else None
+
+    def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
+        with self._evaluation.quiet(), randomness.torch():
+            sheet, new_state = self._step(obs, state)
+            distribution = read(sheet)
+            count = len(distribution)
+            extras = {name: as_column(tensor, name, count) for name, tensor in sheet.extras.items()}
+        return draw(distribution, randomness.numpy, call, extras)._replace(state=new_state)
+
+    def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
+        with self._evaluation.quiet(), Randomness(0).torch():
+            return read(self._step(obs, state)[0])
+
+    def initial_state(self, num_envs: int) -> State | None:
+        if self._make is not None:
+            return as_state(self._make(num_envs))
+        layer = self._layer
+        assert layer is not None, "either is known"
+        layers = (layer.num_layers,) if isinstance(layer, nn.RNNBase) else ()
+        zeros = np.zeros((num_envs, *layers, layer.hidden_size), np.float32)
+        return {"h": zeros, "c": zeros.copy()} if isinstance(layer, nn.LSTM | nn.LSTMCell) else {"h": zeros}
+
+    def _step(self, obs: Tree, state: State | None) -> tuple[Sheet, State]:
+        tensors = self._prepare(obs)
+        before = state or self.initial_state(_count_rows(obs))
+        assert before is not None, "it is recurrent"
+        swaps = isinstance(self._layer, nn.RNNBase)  # Environments are our first axis, layers are torch's.
+        device = next(self._module.parameters(), torch.empty(0)).device
+        parts = [
+            torch.from_numpy(part.swapaxes(0, 1).copy() if swaps else part.copy()).to(device)
+            for part in before.values()
+        ]
+        answer = self._module(tensors, parts[0] if len(parts) == 1 else tuple(parts))
+        if not isinstance(answer, tuple) or len(answer) < 2:
+            raise PolicyError(
+                f"forward(obs, state) of {type(self._module).__name__} should return a tuple whose last item is the "
+                f"next state, got {type(answer).__name__}."
+            )
+        after = answer[-1] if isinstance(answer[-1], tuple) else (answer[-1],)
+        returned = [as_array(part).swapaxes(0, 1) if swaps else as_array(part) for part in after]
+        new_state = {name: array.copy() for name, array in zip(before, returned, strict=True)}
+        return self._describe(answer[0] if len(answer) == 2 else answer[:-1]), new_state
+
+
+def _find_layer(module: nn.Module) -> nn.RNNBase | nn.RNNCellBase:
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase | nn.RNNCellBase)]
+    if len(layers) != 1:
+        raise PolicyError(
+            f"{type(module).__name__}.forward() takes a recurrent state, but the module has {len(layers)} recurrent "
+            "layers, so the shape of the state is unknown. Say it: TorchPolicy(agent, output=..., initial_state=...)."
+        )
+    return layers[0]
+
+
+def _count_rows(tree: Tree) -> int:
+    while not isinstance(tree, np.ndarray):
+        tree = next(iter(tree.values())) if isinstance(tree, dict) else tree[0]
+    return len(tree)
+
+
+def _flat(value: object) -> object:
+    return value.reshape(-1) if isinstance(value, torch.Tensor) and value.ndim != 1 else value
+
+
+def _with_tensor_mask(call: Call) -> dict[str, Any]:
+    """Return per-call values with an action mask, if there is one, as a tensor of truth values."""
+    return {name: torch.as_tensor(value != 0) if name == "action_mask" else value for name, value in call.items()}
 
 
 def _read_answer(answer: object) -> Decision:
@@ -315,61 +467,6 @@ def _read_answer(answer: object) -> Decision:
         "act() should return the actions, or a dict with 'action' and whatever else the learner wants, "
         f"got {type(answer).__name__}."
     )
-
-
-def _from_torch(given: object) -> Distribution:
-    """Read what a user's `distribution` returned.
-
-    Args:
-        given: A torch distribution over n states, a sequence of Categoricals (one for each part of a MultiDiscrete
-            action), or one of our own distributions.
-    """
-    if isinstance(given, Distribution):
-        return given
-    if isinstance(given, Sequence) and given and all(isinstance(part, td.Categorical) for part in given):
-        logits = [as_floats(part.logits) for part in given]
-        return MultiCategorical(np.concatenate(logits, axis=1), tuple(part.shape[1] for part in logits))
-    if isinstance(given, td.Independent):
-        return _from_torch(given.base_dist)
-    if isinstance(given, td.Categorical):
-        return Categorical(as_floats(given.logits))
-    if isinstance(given, td.Bernoulli):
-        return Bernoulli(_rows(given.logits))
-    if isinstance(given, td.Normal):
-        return DiagonalGaussian(_rows(given.loc), _rows(given.scale.log()))
-    if isinstance(given, td.TransformedDistribution) and (squashed := _squashed(given)):
-        return squashed
-    raise PolicyError(
-        f"ClusterEnv cannot compare distributions of type {type(given).__name__}. Return a Categorical, a list of "
-        "Categoricals, a Bernoulli, a Normal, or a Normal under TanhTransform (and AffineTransform); or describe it "
-        "yourself with clusterenv.policy.Custom(arrays, compare)."
-    )
-
-
-def _squashed(given: td.TransformedDistribution) -> SquashedGaussian | None:
-    base: object = given.base_dist
-    transforms = list(given.transforms)
-    while isinstance(base, td.Independent):
-        base = base.base_dist
-    if not isinstance(base, td.Normal) or not transforms or not isinstance(transforms[0], td.TanhTransform):
-        return None
-    gaussian = SquashedGaussian(_rows(base.loc), _rows(base.scale.log()))
-    match transforms[1:]:
-        case []:
-            return gaussian
-        case [td.AffineTransform() as affine]:
-            return replace(gaussian, scale=_constant(affine.scale), shift=_constant(affine.loc))
-        case _:
-            return None
-
-
-def _rows(tensor: torch.Tensor) -> Floats:
-    array = as_floats(tensor)
-    return array[:, None] if array.ndim == 1 else array
-
-
-def _constant(value: torch.Tensor | float) -> Floats:
-    return as_floats(value) if isinstance(value, torch.Tensor) else np.asarray(value, np.float32)
 
 
 def _guess_output(module: nn.Module) -> Output | None:

@@ -1,0 +1,154 @@
+"""A torch policy as a numpy program: found, tried against the agent itself, and tried again with every version."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from clusterenv.adapters.torch.distributions import read
+from clusterenv.adapters.torch.module import TORCH, Evaluation, Randomness, as_array
+from clusterenv.adapters.torch.trace import NoProgram, Recorder, Traced
+from clusterenv.policy.contents import Contents
+from clusterenv.policy.distribution import Array, Distribution
+from clusterenv.policy.families import Categorical, MultiCategorical
+from clusterenv.policy.policy import Tree, map_tree
+from clusterenv.policy.program import CONSTANTS, Evaluator, Program, ProgramPolicy, leaves_of, paths_of
+from clusterenv.policy.weights import WeightsSpec
+
+if TYPE_CHECKING:
+    from clusterenv.adapters.torch.policy import TorchPolicy
+
+_TRACE_ROWS = 61  # A prime, so that a shape that holds the number of rows shows it.
+_TRIAL_ROWS = (7, 16)
+
+
+class NumpyProgram:
+    """What numpy does in a module's place.
+
+    The learner's own module is never run: a copy of it, such as a worker would have, is given each version's weights.
+
+    Attributes:
+        program: What is done.
+    """
+
+    def __init__(self, policy: TorchPolicy, twin: TorchPolicy, obs: Tree) -> None:
+        self._twin = twin
+        self._generation = policy.contents.generation
+        self._paths = paths_of(obs)
+        self._trace(policy, obs)
+
+    @staticmethod
+    def find(policy: TorchPolicy, obs: Tree) -> NumpyProgram | None:
+        """Return a program that does what the policy's module does; None if there is none."""
+        if not policy.is_traceable:
+            return None
+        try:
+            return NumpyProgram(policy, policy.copy_here(), obs)
+        except Exception:  # noqa: BLE001 - whatever is wrong with the guess: the agent's own method is always right
+            return None
+
+    @property
+    def program(self) -> Program:
+        """What is done."""
+        return self._traced.program
+
+    def renew(self, policy: TorchPolicy, obs: Tree) -> NumpyProgram | None:
+        """Try again with the weights of this moment; returns itself if it still holds, if need be traced anew."""
+        if policy.contents.generation != self._generation:
+            return NumpyProgram.find(policy, obs)
+        try:
+            values = self._load(policy)
+            if values != self._values or not self._agrees(policy, obs, _TRIAL_ROWS[-1]):
+                self._trace(policy, obs)
+        except Exception:  # noqa: BLE001 - as above
+            return None
+        return self
+
+    def weights(self, policy: TorchPolicy) -> dict[str, Array]:
+        """Return the arrays that the program reads, and its constants."""
+        arrays = policy.contents.weights()
+        return {**{name: arrays[name] for name in self._traced.program.arrays()}, CONSTANTS: self._traced.constants}
+
+    def reduce(self, policy: TorchPolicy) -> tuple[Any, ...]:
+        """Pickle as a policy that needs no torch."""
+        return ProgramPolicy, (self._traced.program, WeightsSpec.of(self.weights(policy)), self._paths)
+
+    def distribution(self, policy: TorchPolicy, obs: Tree) -> Distribution | None:
+        """Return the distributions on observations, if this was tried with the weights of this moment."""
+        if policy.stamp() != self._stamp:
+            return None
+        return self._evaluator(leaves_of(obs, self._paths))[0]
+
+    def _load(self, policy: TorchPolicy) -> Hashable:
+        """Give the copy the weights of this moment; returns the plain values among them."""
+        weights = policy.contents.weights()
+        self._twin.load(weights)
+        self._stamp = policy.stamp()
+        return policy.contents.plain_values()
+
+    def _trace(self, policy: TorchPolicy, obs: Tree) -> None:
+        self._values = self._load(policy)
+        twin = self._twin
+        before = Contents(twin.module, [TORCH])
+        stamp = before.stamp()
+        rows = _resize(obs, _TRACE_ROWS)
+        twin.inference.study(rows)
+        evaluation = Evaluation(twin.module)
+        with evaluation.quiet(), Randomness(0).torch():
+            tensors = map_tree(torch.clone, evaluation.tensors(rows))
+            leaves: list[Any] = leaves_of(tensors, self._paths)
+            if not all(leaf.dtype in (torch.float32, torch.float64) for leaf in leaves):
+                raise NoProgram(f"observations of {leaves[0].dtype}")
+            recorder = Recorder(leaves, twin.named_arrays())
+            with recorder:
+                sheet = twin.inference.sheet(tensors, _TRACE_ROWS)
+            wanted = sheet.extras if policy.wanted is None else policy.wanted
+            extras = {name: tensor for name, tensor in sheet.extras.items() if name in wanted}
+            self._traced: Traced = recorder.finish(replace(sheet, extras=extras))
+        if before.stamp() != stamp:
+            raise NoProgram("the agent changes itself when it acts")
+        arrays = self.weights(policy)
+        self._evaluator = Evaluator(self._traced.program, arrays)
+        if not all(self._agrees(policy, obs, count) for count in _TRIAL_ROWS):
+            raise NoProgram("what numpy returns is not what the agent returns")
+
+    def _agrees(self, policy: TorchPolicy, obs: Tree, num_rows: int) -> bool:
+        """Compare with the copy of the agent on some of the observations."""
+        rows = _resize(obs, num_rows)
+        twin = self._twin
+        evaluation = Evaluation(twin.module)
+        with evaluation.quiet(), Randomness(0).torch():
+            sheet = twin.inference.sheet(evaluation.tensors(rows), num_rows)
+            truth, extras = read(sheet), {name: as_array(value) for name, value in sheet.extras.items()}
+        with np.errstate(all="ignore"):
+            self._evaluator = Evaluator(self._traced.program, self.weights(policy))
+            own, own_extras = self._evaluator(leaves_of(rows, self._paths))
+            return (
+                type(own) is type(truth)
+                and all(map(_is_close, _numbers(own), _numbers(truth)))
+                and all(_is_close(own_extras[name].reshape(-1), extras[name].reshape(-1)) for name in own_extras)
+            )
+
+
+def _numbers(distribution: Distribution) -> list[Array]:
+    """Return what two equal distributions have in common; logits are equal if they differ by a constant."""
+    arrays = list(distribution.to_arrays()[1].values())
+    if isinstance(distribution, Categorical):
+        return [arrays[0] - arrays[0].max(axis=-1, keepdims=True)]
+    if isinstance(distribution, MultiCategorical):
+        return [part.logits - part.logits.max(axis=-1, keepdims=True) for part in distribution._parts()]
+    return [np.broadcast_to(array, arrays[0].shape) for array in arrays]
+
+
+def _is_close(one: Array, other: Array) -> bool:
+    bound = 1e-10 if one.dtype == np.float64 else 5e-5
+    return one.shape == other.shape and bool(np.isclose(one, other, rtol=bound, atol=bound, equal_nan=True).all())
+
+
+def _resize(obs: Tree, num_rows: int) -> Tree:
+    resized: Tree = map_tree(lambda rows: np.take(rows, np.arange(num_rows) % len(rows), axis=0), obs)
+    return resized

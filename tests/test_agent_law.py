@@ -1,0 +1,121 @@
+"""The law of policies: what workers return is what the agent itself returns, after any number of updates.
+
+For the same observations, weights and mode: to 1e-4 in float32, 1e-9 in float64, 2e-2 in bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from clusterenv import ClusterEnv, EveryUpdate, Rollout
+from clusterenv.adapters import as_policy
+from clusterenv.policy.policy import map_tree
+from tests.zoo import ZOO, AnySpace, Branching
+
+# Environments of the same spaces are shared by their agents, so that a worker starts once for all of them.
+ENCLOSURES = [
+    (observations, actions, [make for make, *spaces in ZOO if spaces == [observations, actions]])
+    for observations, actions in dict.fromkeys((id(o), id(a)) for _, o, a in ZOO)
+    for observations, actions in [next((o, a) for _, o, a in ZOO if (id(o), id(a)) == (observations, actions))]
+]
+
+
+def tolerance(agent: nn.Module) -> float:
+    return {torch.float64: 1e-9, torch.bfloat16: 2e-2}.get(next(agent.parameters()).dtype, 1e-4)
+
+
+def opinion(agent: Any, obs: Any, actions: Any) -> tuple[Any, Any]:
+    """Return the agent's own log-probabilities and values of one step's actions."""
+    norms = [module for module in agent.modules() if isinstance(module, nn.BatchNorm1d)]
+    modes = [norm.training for norm in norms]
+    for norm in norms:
+        norm.training = False
+    dtype = next(agent.parameters()).dtype
+    x = map_tree(lambda rows: torch.as_tensor(rows).to(dtype), obs)
+    with torch.no_grad():
+        _, logprob, _, value = agent.get_action_and_value(x, torch.as_tensor(actions))
+    for norm, mode in zip(norms, modes, strict=True):
+        norm.training = mode
+    return logprob.double().numpy(), value.double().numpy().reshape(-1)
+
+
+def check(agent: Any, rollout: Rollout) -> None:
+    bound = tolerance(agent)
+    for step in range(rollout.num_steps):
+        obs = map_tree(operator.itemgetter(step), rollout.obs)
+        logprob, value = opinion(agent, obs, rollout.actions[step])
+        np.testing.assert_allclose(rollout.logprob[step], logprob, rtol=bound, atol=bound)
+        np.testing.assert_allclose(rollout.value[step].reshape(-1), value, rtol=bound, atol=bound)
+
+
+def update(agent: nn.Module, rng: torch.Generator, size: float = 0.3) -> None:
+    """Change all weights, buffers of batch norms too, as training does."""
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter.add_(size * torch.randn(parameter.shape, generator=rng).to(parameter.dtype))
+        for module in agent.modules():
+            if isinstance(module, nn.BatchNorm1d) and module.running_mean is not None:
+                module.running_mean.add_(torch.randn(module.running_mean.shape, generator=rng))
+
+
+def live(agent: Any, envs: ClusterEnv) -> None:
+    """Let an agent act, learn and change its mode and attributes."""
+    rng = torch.Generator().manual_seed(1)
+    for turn in range(4):
+        if not any(isinstance(module, nn.Dropout) and module.p for module in agent.modules()):
+            agent.train(turn % 2 == 0)
+        else:
+            agent.eval()
+        if hasattr(agent, "temperature"):
+            agent.temperature, agent.is_flipped = 1.0 + turn, turn == 2
+        check(agent, envs.rollout(agent, 3))
+        update(agent, rng)
+
+
+@pytest.mark.parametrize("enclosure", ENCLOSURES, ids=lambda enclosure: f"{enclosure[0]} {enclosure[1]}"[:60])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_workers_return_what_the_agent_itself_returns(enclosure: Any, num_workers: int) -> None:
+    observations, actions, makers = enclosure
+    make_env = functools.partial(AnySpace, observations, actions)
+    with ClusterEnv(make_env, 5, num_workers=num_workers, sync=EveryUpdate()) as envs:
+        envs.reset(seed=1)
+        for make in makers:
+            torch.manual_seed(0)
+            live(make(), envs)
+
+
+@pytest.mark.parametrize("make", [make for make, *_ in ZOO], ids=lambda make: make.__name__)
+def test_the_distribution_of_every_agent_can_be_compared(make: Callable[[], Any]) -> None:
+    observations = next(observations for other, observations, _ in ZOO if other is make)
+    torch.manual_seed(0)
+    observations.seed(0)
+    samples = [observations.sample() for _ in range(8)]
+    agent = make().eval()
+    obs = _stack(samples)
+    policy = as_policy(agent)
+    decision = policy.act(obs)
+    distribution = policy.distribution(obs)
+    if make is Branching:  # It makes one distribution per row.
+        assert distribution is None
+        return
+    assert distribution is not None
+    distribution.check()
+    assert isinstance(decision.action, np.ndarray)
+    bound = max(1e-3, tolerance(agent))
+    np.testing.assert_allclose(distribution.log_prob(decision.action), decision.extras["logprob"], bound, bound)
+
+
+def _stack(samples: list[Any]) -> Any:
+    if isinstance(samples[0], dict):
+        return {name: _stack([sample[name] for sample in samples]) for name in samples[0]}
+    if isinstance(samples[0], tuple):
+        return tuple(_stack(list(parts)) for parts in zip(*samples, strict=True))
+    return np.stack(samples)

@@ -1,0 +1,314 @@
+"""What a policy refers to by value reaches the workers whenever it changes: nothing goes stale in silence."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from clusterenv import BasePolicy, ClusterEnv, Decision, EveryUpdate, NeverSync
+
+choice_in_a_global = 0
+
+
+@pytest.fixture(params=[0, 1], ids=["in process", "on a worker"])
+def envs(request: pytest.FixtureRequest) -> Iterator[ClusterEnv]:
+    with ClusterEnv("CartPole-v1", 2, sync=EveryUpdate(), num_workers=request.param) as made:
+        yield made
+
+
+class Chooser:
+    def __init__(self) -> None:
+        self.choice = 0
+
+    def act(self, obs: Any) -> Any:
+        return np.full(len(obs), self.choice)
+
+    __call__ = act
+
+
+class Slotted:
+    __slots__ = ("choice",)
+
+    def __init__(self) -> None:
+        self.choice = 0
+
+
+def constant(obs: Any, settings: Any) -> Any:
+    return np.full(len(obs), settings["choice"])
+
+
+Change = Callable[[int], None]
+
+
+def attribute_of_a_callable() -> tuple[Any, Change]:
+    agent = Chooser()
+    return agent, lambda choice: setattr(agent, "choice", choice)
+
+
+def object_of_a_bound_method() -> tuple[Any, Change]:
+    agent = Chooser()
+    return agent.act, lambda choice: setattr(agent, "choice", choice)
+
+
+def cell_of_a_closure() -> tuple[Any, Change]:
+    current = 0
+
+    def change(choice: int) -> None:
+        nonlocal current
+        current = choice
+
+    return lambda obs: np.full(len(obs), current), change
+
+
+def global_of_the_script() -> tuple[Any, Change]:
+    def change(choice: int) -> None:
+        global choice_in_a_global
+        choice_in_a_global = choice
+
+    return lambda obs: np.full(len(obs), choice_in_a_global), change
+
+
+def keyword_of_a_partial() -> tuple[Any, Change]:
+    settings = {"choice": 0}
+    return functools.partial(constant, settings=settings), lambda choice: settings.update(choice=choice)
+
+
+def nested_containers() -> tuple[Any, Change]:
+    settings: dict[str, Any] = {"deep": [{"choice": [0]}]}
+
+    def change(choice: int) -> None:
+        settings["deep"][0]["choice"][0] = choice
+
+    return lambda obs: np.full(len(obs), settings["deep"][0]["choice"][0]), change
+
+
+def small_array() -> tuple[Any, Change]:
+    table = np.zeros(3, np.int64)
+
+    def change(choice: int) -> None:
+        table[2] = choice
+
+    return lambda obs: np.full(len(obs), table[2]), change
+
+
+def large_array() -> tuple[Any, Change]:
+    table = np.zeros(100_000, np.int64)
+
+    def change(choice: int) -> None:
+        table[:] = choice
+
+    return lambda obs: np.full(len(obs), table[77]), change
+
+
+def object_with_slots() -> tuple[Any, Change]:
+    agent = Slotted()
+    return lambda obs: np.full(len(obs), agent.choice), lambda choice: setattr(agent, "choice", choice)
+
+
+def opaque_object() -> tuple[Any, Change]:
+    recent = deque([0], maxlen=1)
+    return lambda obs: np.full(len(obs), recent[0]), recent.append
+
+
+def namespace() -> tuple[Any, Change]:
+    settings = SimpleNamespace(choice=0)
+    return lambda obs: np.full(len(obs), settings.choice), lambda choice: setattr(settings, "choice", choice)
+
+
+def attribute_of_a_local_class() -> tuple[Any, Change]:
+    class Local:
+        choice = 0
+
+        def __call__(self, obs: Any) -> Any:
+            return np.full(len(obs), self.choice)
+
+    return Local(), lambda choice: setattr(Local, "choice", choice)
+
+
+def replaced_function() -> tuple[Any, Change]:
+    class Switch:
+        decide: Any = staticmethod(np.zeros)
+
+        def __call__(self, obs: Any) -> Any:
+            return self.decide(len(obs), np.int64)
+
+    agent = Switch()
+    return agent, lambda choice: setattr(agent, "decide", np.ones if choice else np.zeros)
+
+
+def attribute_that_was_not_there() -> tuple[Any, Change]:
+    class Late(Chooser):
+        def act(self, obs: Any) -> Any:
+            return np.full(len(obs), getattr(self, "later", 0))
+
+        __call__ = act
+
+    agent = Late()
+    return agent, lambda choice: setattr(agent, "later", choice)
+
+
+def value_of_growing_size() -> tuple[Any, Change]:
+    agent = Chooser()
+    named: Any = agent
+    named.text = "0"
+    agent_act = lambda obs: np.full(len(obs), int(named.text[-1]))  # noqa: E731 - a closure, as users write them
+
+    def change(choice: int) -> None:
+        named.text = "x" * 10_000 + str(choice) if choice else "0"
+
+    return agent_act, change
+
+
+def attribute_of_a_policy() -> tuple[Any, Change]:
+    class Own(BasePolicy):
+        def __init__(self) -> None:
+            self.choice = 0
+
+        def act(self, obs: Any, state: Any = None, call: Any = None) -> Decision:
+            return Decision(np.full(len(obs), self.choice), {})
+
+    agent = Own()
+    return agent, lambda choice: setattr(agent, "choice", choice)
+
+
+def network_in_a_closure() -> tuple[Any, Change]:
+    network = nn.Linear(4, 2)
+
+    def change(choice: int) -> None:
+        with torch.no_grad():
+            network.bias.copy_(torch.tensor([1e3, -1e3] if choice == 0 else [-1e3, 1e3]))
+
+    change(0)
+    return lambda obs: network(torch.as_tensor(obs)).argmax(-1).numpy(), change
+
+
+def tensor_in_a_cell() -> tuple[Any, Change]:
+    bias = torch.tensor([1.0, 0.0])
+
+    def change(choice: int) -> None:
+        bias.numpy()[:] = [1 - choice, choice]
+
+    return lambda obs: np.full(len(obs), int(bias.argmax())), change
+
+
+KEPT = [
+    attribute_of_a_callable,
+    object_of_a_bound_method,
+    cell_of_a_closure,
+    global_of_the_script,
+    keyword_of_a_partial,
+    nested_containers,
+    small_array,
+    large_array,
+    object_with_slots,
+    opaque_object,
+    namespace,
+    attribute_of_a_local_class,
+    replaced_function,
+    attribute_that_was_not_there,
+    value_of_growing_size,
+    attribute_of_a_policy,
+    network_in_a_closure,
+    tensor_in_a_cell,
+]
+
+
+@pytest.mark.parametrize("make", KEPT, ids=lambda make: make.__name__)
+def test_what_changes_on_the_head_is_what_workers_act_by(make: Callable[[], tuple[Any, Change]], envs: Any) -> None:
+    agent, change = make()
+    change(0)
+    envs.reset(seed=1)
+    versions = []
+    for before, choice in itertools.pairwise((0, 0, 1, 1, 0, 1)):
+        if choice != before:
+            change(choice)
+        rollout = envs.rollout(agent, 2)
+        assert (rollout.actions == choice).all()
+        versions.append(int(rollout.versions[0]) - int(rollout.ages[0]))
+        assert (rollout.ages == 0).all()
+    assert versions[1] == versions[2], "what has not changed is not a new version"
+    assert len(set(versions)) == 4
+
+
+def test_what_only_a_worker_has_changed_stays_its_own(envs: Any) -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.calls = 0
+            self.weight = np.zeros(1)
+
+        def __call__(self, obs: Any) -> Decision:
+            self.calls += 1
+            return Decision(np.zeros(len(obs), np.int64), {"calls": np.full(len(obs), self.calls)})
+
+    agent = Counting()
+    first = envs.rollout(agent, 3)
+    agent.weight[0] = 1.0
+    second = envs.rollout(agent, 3)
+    assert (second.versions == first.versions + 1).all()
+    assert (np.diff(np.concatenate([first.calls, second.calls]), axis=0) == 1).all()
+
+
+def test_a_rule_that_never_pulls_keeps_the_first_values_everywhere() -> None:
+    for num_workers in (0, 1):
+        agent, change = cell_of_a_closure()
+        with ClusterEnv("CartPole-v1", 2, num_workers=num_workers, sync=NeverSync()) as envs:
+            assert (envs.rollout(agent, 2).actions == 0).all()
+            change(1)
+            assert (envs.rollout(agent, 2).actions == 0).all()
+
+
+def test_what_is_too_large_to_compare_is_named_once_and_published(envs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    data = [0] * 5_000
+    agent = lambda obs: np.full(len(obs), data[4_999])  # noqa: E731 - a closure, as users write them
+    for _ in range(2):
+        assert (envs.rollout(agent, 2).actions == 0).all()
+    assert caplog.text.count("data") == 1
+    assert "envs.publish(agent)" in caplog.text
+    data[4_999] = 1
+    envs.publish(agent)
+    assert (envs.rollout(agent, 2).actions == 1).all()
+
+
+def test_values_change_in_a_stream_as_weights_do() -> None:
+    agent, change = cell_of_a_closure()
+    with ClusterEnv("CartPole-v1", 2, num_workers=1) as envs, envs.stream(agent, 4, max_lag=0) as stream:
+        assert (next(stream).actions == 0).all()
+        change(1)
+        assert (next(stream).actions == 1).all()
+
+
+def test_a_structure_may_change_in_a_stream() -> None:
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9))
+            self.actor, self.critic = nn.Linear(8, 2), nn.Linear(8, 1)
+
+        def get_action_and_value(self, x: Any, action: Any = None) -> Any:
+            hidden = self.body(x)
+            probs: Any = torch.distributions.Categorical(logits=self.actor(hidden))
+            action = probs.sample() if action is None else action
+            return action, probs.log_prob(action), probs.entropy(), self.critic(hidden)
+
+    agent = Agent().eval()
+    with ClusterEnv("CartPole-v1", 2, num_workers=1) as envs, envs.stream(agent, 4, max_lag=0) as stream:
+        for is_training in (False, True, False):
+            agent.train(is_training)
+            rollout = next(stream)
+            assert envs.stats["fast_path"] == (not is_training), "numpy does not do what draws random numbers"
+            tensors = rollout.to_torch()
+            with torch.no_grad():
+                logprob = agent.eval().get_action_and_value(tensors.obs, tensors.actions)[1]
+            agent.train(is_training)
+            assert np.allclose(rollout.logprob, logprob, rtol=1e-4, atol=1e-4) == (not is_training)
