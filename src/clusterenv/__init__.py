@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from clusterenv.head.stream import Stream
     from clusterenv.head.supervisor import Loss
     from clusterenv.launchers.by_hand import ByHandLauncher
+    from clusterenv.launchers.kubernetes import KubernetesLauncher
     from clusterenv.launchers.local import LocalLauncher
     from clusterenv.launchers.slurm import SlurmLauncher
     from clusterenv.launchers.ssh import SSHLauncher
@@ -31,6 +32,7 @@ __all__ = [
     "Decision",
     "EveryUpdate",
     "Faults",
+    "KubernetesLauncher",
     "LocalLauncher",
     "Loss",
     "NativeVector",
@@ -59,6 +61,7 @@ _HOMES = {
     "Decision": "policy.policy",
     "EveryUpdate": "policy.sync",
     "Faults": "config",
+    "KubernetesLauncher": "launchers.kubernetes",
     "LocalLauncher": "launchers.local",
     "Loss": "head.supervisor",
     "NativeVector": "setup.factories",

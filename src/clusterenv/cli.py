@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from clusterenv.config import thread_variables, usable_cores
 from clusterenv.errors import ClusterEnvError, ConfigError
+from clusterenv.launchers.kubernetes import KubernetesLauncher
 from clusterenv.launchers.local import LocalLauncher
 from clusterenv.launchers.slurm import SlurmLauncher
 from clusterenv.launchers.ssh import SSHLauncher
@@ -30,6 +31,7 @@ LAUNCHERS: dict[str, tuple[Recipe, str]] = {
     "local": (LocalLauncher, "workers as child processes on this machine"),
     "slurm": (SlurmLauncher, "workers by Slurm, in a job of their own or in the one this runs in"),
     "ssh": (SSHLauncher, "workers on machines you can log in to with ssh"),
+    "kubernetes": (KubernetesLauncher, "workers as Pods on Kubernetes"),
 }
 _LOOK_S = 1.0
 
@@ -71,7 +73,8 @@ def _add_worker(commands: Any) -> None:
         type=int,
         metavar="N",
         help="which worker this is: 0, 1, ... each once. By default what the scheduler says: $CLUSTERENV_WORKER, "
-        "$SLURM_PROCID, $OMPI_COMM_WORLD_RANK, $PMI_RANK, $PBS_ARRAY_INDEX, $SGE_TASK_ID - 1 or $LSB_JOBINDEX - 1",
+        "$SLURM_PROCID, $OMPI_COMM_WORLD_RANK, $PMI_RANK, $PBS_ARRAY_INDEX, $JOB_COMPLETION_INDEX, $SGE_TASK_ID - 1 or "
+        "$LSB_JOBINDEX - 1",
     )
     worker.add_argument(
         "--cpus",
@@ -115,7 +118,20 @@ def _add_launch(commands: Any) -> None:
         choice.add_argument(
             "--ticket", type=Path, metavar="FILE", help="start workers for the head that wrote this, until they end"
         )
-        kind.set_defaults(run=_run_launch, launcher=name)
+        if recipe is KubernetesLauncher:
+            choice.add_argument(
+                "--head",
+                type=Path,
+                metavar="SCRIPT",
+                help="print a Job that runs a script as a head in the cluster, with the rights it needs, for kubectl "
+                "apply",
+            )
+            kind.add_argument(
+                "--indexed-job",
+                action="store_true",
+                help="print one Job of all workers and the Secret with their ticket, for kubectl apply",
+            )
+        kind.set_defaults(run=_run_launch, launcher=name, head=None, indexed_job=False)
 
 
 def _run_launch(arguments: argparse.Namespace) -> int:
@@ -123,6 +139,13 @@ def _run_launch(arguments: argparse.Namespace) -> int:
 
     launcher = make_launcher(LAUNCHERS[arguments.launcher][0], arguments)
     num_workers = _count_workers(arguments, launcher)
+    if arguments.head is not None:
+        print(launcher.render_head(arguments.head))
+        return 0
+    if arguments.indexed_job:
+        ticket = None if arguments.dry_run else read_ticket(arguments.ticket)
+        print(launcher.render_indexed_job(num_workers, ticket))
+        return 0
     if arguments.dry_run:
         print(launcher.render(num_workers))
         return 0
@@ -215,7 +238,7 @@ def add_options(parser: argparse.ArgumentParser, recipe: Recipe) -> None:
         settings: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
         if bool in kinds:
             settings |= {"action": argparse.BooleanOptionalAction}
-        elif Mapping in kinds:
+        elif Mapping in kinds and str not in kinds:  # A text in its place is the path of a file.
             values = "NAME[=VALUE]" if Sequence in kinds else "NAME=VALUE"
             settings |= {"action": "append", "metavar": values}
             text += " May be repeated."
@@ -241,7 +264,7 @@ def make_launcher(recipe: Recipe, arguments: argparse.Namespace) -> Any:
             continue
         value = getattr(arguments, field.name)
         kinds = _kinds(hints[field.name])
-        if Mapping in kinds and (Sequence not in kinds or any("=" in item for item in value)):
+        if Mapping in kinds and str not in kinds and (Sequence not in kinds or any("=" in item for item in value)):
             value = dict(_read_pair(item, hints[field.name], field.name) for item in value)
         settings[field.name] = value
     return recipe(**settings)
