@@ -37,26 +37,26 @@ class KubeCluster:
     """A cluster that is up.
 
     Attributes:
-        base: Where the bed keeps its files.
-        laptop: Where heads run.
+        kubeconfig: Its administrator's.
+        image: With clusterenv in it; on the bed any name will do.
+        laptop: The host that heads run on; None for this machine.
+        base: Where the bed keeps its files; None for a cluster that is not the bed.
         prefix: Of the names of the bed's network namespaces.
     """
 
-    base: Path
-    laptop: Host
-    prefix: str
-
-    @property
-    def kubeconfig(self) -> Path:
-        return self.base / "kubeconfig"
+    kubeconfig: str
+    image: str
+    laptop: Host | None = None
+    base: Path | None = None
+    prefix: str = ""
 
     @contextlib.contextmanager
     def on_laptop(self) -> Iterator[None]:
-        """Make this test, and what it starts, run on the laptop, as the cluster's administrator."""
+        """Make this test, and what it starts, run where heads run, as the cluster's administrator."""
         before = os.environ.get("KUBECONFIG")
-        os.environ["KUBECONFIG"] = str(self.kubeconfig)
+        os.environ["KUBECONFIG"] = self.kubeconfig
         try:
-            with self.laptop.entered():
+            with contextlib.nullcontext() if self.laptop is None else self.laptop.entered():
                 yield
         finally:
             del os.environ["KUBECONFIG"]
@@ -65,16 +65,15 @@ class KubeCluster:
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
         """Run kubectl as administrator and return what it prints."""
-        with self.laptop.entered():
-            done = subprocess.run(
-                ["kubectl", f"--kubeconfig={self.kubeconfig}", *arguments],
-                input=stdin,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+        command = ["kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
+        with self.on_laptop():
+            done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{arguments}: {done.stderr}"
         return done.stdout.strip()
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        """Create or change objects."""
+        self.kubectl("apply", "--filename=-", stdin="\n---\n".join(json.dumps(each) for each in objects))
 
     def objects(self, kind: str, namespace: str = "default") -> list[dict[str, Any]]:
         """Return all objects of a kind that a run has made."""
@@ -98,27 +97,26 @@ class KubeCluster:
             assert time.monotonic() < ends_at, self.kubectl("get", "pods,jobs,events", "--all-namespaces")
             time.sleep(POLL_S)
 
-    def pid_of(self, worker_index: int) -> int:
-        """Return the process id, here, of the newest process of a worker: in its container it has another."""
-        found = []
+    def pid_of(self, pod: str) -> int:
+        """Return the process id, here, of the worker in a Pod: in its container it has another."""
         for pid in descendants():
-            try:
-                entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                is_worker = b"clusterenv.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
-                began = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-            except OSError:
-                continue
-            if is_worker and name != "ce-guardian" and f"CLUSTERENV_WORKER={worker_index}".encode() in entries:
-                found.append((began, pid))
-        return max(found)[1]
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                is_worker = command[1:3] == [b"-m", b"clusterenv.worker"]  # And not the shell around it.
+                is_guardian = Path(f"/proc/{pid}/comm").read_text().strip() == "ce-guardian"
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if is_worker and not is_guardian and f"HOSTNAME={pod}".encode() in variables:
+                    return pid
+        raise LookupError(f"there is no worker in Pod {pod}")
 
-    def kill_node(self, name: str) -> None:
-        """Let a node lose its power."""
-        os.kill(int((self.base / "pid" / f"{name}.pid").read_text()), signal.SIGKILL)
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to a process of the bed: "n2" is a node, "apiserver" a part of the control plane."""
+        assert self.base is not None, "only the bed's processes are ours"
+        os.kill(int((self.base / "pid" / f"{name}.pid").read_text()), number)
 
     def repair(self) -> None:
         """Start what has been killed, and wait until all nodes are ready."""
+        assert self.base is not None, "only the bed is ours"
         bed_up(self.base, self.prefix)
 
 
@@ -144,9 +142,17 @@ def bed_up(base: Path, prefix: str) -> None:
 
 @contextlib.contextmanager
 def kube_cluster(directory: Path) -> Iterator[KubeCluster]:
-    """Start the bed with two nodes, and end it."""
+    """Start the bed with two nodes, and end it; without a bed, take the cluster that there is."""
     if not (INFRA / "kube" / "up.sh").exists():
-        pytest.skip(f"needs the Kubernetes test bed in {INFRA.relative_to(ROOT.parent)} beside the project")
+        kubeconfig, image = os.environ.get("KUBECONFIG"), os.environ.get("CLUSTERENV_TEST_IMAGE")
+        if kubeconfig is None or image is None:
+            pytest.skip(
+                "needs a Kubernetes: the test bed beside the project (../shared/infra/kube), or KUBECONFIG and, in "
+                "CLUSTERENV_TEST_IMAGE, an image with this clusterenv"
+            )
+        require("kubectl")
+        yield KubeCluster(kubeconfig, image)
+        return
     require(*PROGRAMS)
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
@@ -157,7 +163,7 @@ def kube_cluster(directory: Path) -> Iterator[KubeCluster]:
     try:
         subprocess.run([str(INFRA / "netns_up.sh"), str(num_hosts), prefix], check=True)
         bed_up(base, prefix)
-        yield KubeCluster(base, laptop, prefix)
+        yield KubeCluster(str(base / "kubeconfig"), "any", laptop, base, prefix)
     finally:
         subprocess.run([str(INFRA / "kube" / "down.sh"), str(base)], check=False)
         for namespace in (f"{prefix}-sw", *(f"{prefix}-h{number}" for number in range(1, num_hosts + 1))):

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from urllib.parse import urlencode
 
 import urllib3
 from kubernetes import client, config
+from urllib3.util.ssl_ import create_urllib3_context
 
 from clusterenv.launchers.kubernetes_manifest import RIGHTS
 
@@ -60,16 +62,18 @@ class Api:
             Refusal: There are none.
         """
         settings = client.Configuration()
-        own, is_inside = _load(settings, context)
+        # What a kubeconfig holds of keys and certificates is written to files: those may be found by others, or stay.
+        with tempfile.TemporaryDirectory(prefix="clusterenv-") as directory:
+            own, is_inside = _load(settings, context, directory)
+            self._client = client.ApiClient(settings)
+            self._pool = self._client.rest_client.pool_manager
+            try:
+                _read_certificates(self._pool.connection_pool_kw)
+            except (OSError, ValueError) as error:
+                raise Refusal(f"The certificates of the kubeconfig cannot be used: {error}.") from error
         self.namespace = namespace or own
         self.pod_name = socket.gethostname() if is_inside and self.namespace == own else None
         self._settings = settings
-        self._client = client.ApiClient(settings)
-        self._pool = self._client.rest_client.pool_manager
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._pool.clear()
 
     def path(self, kind: str, name: str = "") -> str:
         """Return the path of an object, or of all of a kind: "pods", "secrets", "events", "jobs"."""
@@ -192,12 +196,12 @@ class Api:
         return message or f"HTTP status {status}"
 
 
-def _load(settings: client.Configuration, context: str | None) -> tuple[str, bool]:
+def _load(settings: client.Configuration, context: str | None, directory: str) -> tuple[str, bool]:
     """Fill in where the cluster is and who we are; returns our namespace, and whether this is a Pod there."""
     paths = [Path(path).expanduser() for path in (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)]
     try:
         if any(path.is_file() for path in paths):
-            config.load_kube_config(context=context, client_configuration=settings)
+            config.load_kube_config(context=context, client_configuration=settings, temp_file_path=directory)
             contexts, active = config.list_kube_config_contexts()
             chosen = next((each for each in contexts if each["name"] == context), active)
             return str(chosen["context"].get("namespace") or "default"), False
@@ -210,6 +214,19 @@ def _load(settings: client.Configuration, context: str | None) -> tuple[str, boo
         f"There is no cluster: this is not a Pod, and there is no {os.pathsep.join(map(str, paths))}. "
         "Set KUBECONFIG, or make a cluster (docs/kubernetes.md begins with kind)."
     )
+
+
+def _read_certificates(settings: dict[str, Any]) -> None:
+    """Have connections use what is in the files now, so that the files may go."""
+    context = create_urllib3_context(cert_reqs=settings.get("cert_reqs"))
+    authorities, certificate, key = (settings.pop(name, None) for name in ("ca_certs", "cert_file", "key_file"))
+    if authorities:
+        context.load_verify_locations(authorities)
+    else:
+        context.load_default_certs()
+    if certificate:
+        context.load_cert_chain(certificate, key)
+    settings["ssl_context"] = context
 
 
 def _explain_config(error: Exception, context: str | None) -> str:

@@ -14,10 +14,10 @@ from clusterenv.launchers.processes import describe_exit
 _HOPELESS = {
     "InvalidImageName": "its image has a name that cannot be",
     "ErrImageNeverPull": "its image is not on the node, and may not be pulled",
-    "CreateContainerConfigError": "its container cannot be configured",
 }
-# What has failed so far, and may yet succeed: a registry or a node may be busy.
+# What has failed so far, and may yet succeed: a registry may be busy, a node not yet know of a Secret.
 _FAILING = {
+    "CreateContainerConfigError": "its container cannot be configured",
     "ErrImagePull": "its image cannot be pulled",
     "ImagePullBackOff": "its image cannot be pulled",
     "CreateContainerError": "its container cannot be created",
