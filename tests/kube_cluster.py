@@ -73,7 +73,7 @@ class KubeCluster:
 
     def apply(self, *objects: dict[str, Any]) -> None:
         """Create or change objects."""
-        self.kubectl("apply", "--filename=-", stdin="\n---\n".join(json.dumps(each) for each in objects))
+        self.kubectl("apply", "--filename=-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}))
 
     def objects(self, kind: str, namespace: str = "default") -> list[dict[str, Any]]:
         """Return all objects of a kind that a run has made."""
@@ -81,6 +81,10 @@ class KubeCluster:
         out = self.kubectl("get", kind, f"--namespace={namespace}", selector, "--output=json")
         items: list[dict[str, Any]] = json.loads(out)["items"]
         return items
+
+    def workers(self, namespace: str = "default") -> list[dict[str, Any]]:
+        """Return the Pods of workers."""
+        return [pod for pod in self.objects("pods", namespace) if "clusterenv/worker" in pod["metadata"]["labels"]]
 
     def remains(self, namespace: str = "default") -> list[str]:
         """Return the names of what runs have left."""

@@ -181,10 +181,13 @@ def _add_doctor(commands: Any) -> None:
     kinds = doctor.add_subparsers(metavar="LAUNCHER")
     for name, (recipe, text) in LAUNCHERS.items():
         kind = kinds.add_parser(name, help=text, description=f"Check {text}.")
-        add_options(kind, recipe)
+        add_options(kind, recipe, env="variable")
         _add_num_workers(kind)
         kind.add_argument(
-            "--env", metavar="ID", help="an environment that must work there: CartPole-v1, or my_module:MyEnv-v0"
+            "--env",
+            dest="env_id",
+            metavar="ID",
+            help="an environment that must work there: CartPole-v1, or my_module:MyEnv-v0",
         )
         kind.add_argument("--listen", metavar="ADDRESS", help="as ClusterEnv(network=Network(listen=...))")
         kind.add_argument("--advertise", metavar="ADDRESS", help="as ClusterEnv(network=Network(advertise=...))")
@@ -206,7 +209,7 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     for finding in examine(
         launcher,
         _count_workers(arguments, launcher),
-        env_id=arguments.env,
+        env_id=arguments.env_id,
         addresses=(arguments.listen, arguments.advertise),
         join_s=arguments.timeout,
     ):
@@ -228,8 +231,14 @@ def _count_workers(arguments: argparse.Namespace, launcher: Any) -> int:
     return int(arguments.num_workers or launcher.suggested_workers or usable_cores())
 
 
-def add_options(parser: argparse.ArgumentParser, recipe: Recipe) -> None:
-    """Give the parser an option for each field of a launcher, `--log-dir` for `log_dir`: what it can do, this can."""
+def add_options(parser: argparse.ArgumentParser, recipe: Recipe, **others: str) -> None:
+    """Give the parser an option for each field of a launcher, `--log-dir` for `log_dir`: what it can do, this can.
+
+    Args:
+        parser: For the command.
+        recipe: The launcher's class.
+        others: Other names for options, where the command has one of the field's name itself.
+    """
     hints = typing.get_type_hints(recipe)
     texts = _attribute_texts(recipe)
     for field in dataclasses.fields(recipe):  # type: ignore[arg-type]  # every launcher is a dataclass
@@ -248,7 +257,8 @@ def add_options(parser: argparse.ArgumentParser, recipe: Recipe) -> None:
         else:
             settings |= {"type": _scalar(kinds), "metavar": _scalar(kinds).__name__.upper().replace("STR", "TEXT")}
         is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        parser.add_argument(f"--{field.name.replace('_', '-')}", help=text, required=is_required, **settings)
+        name = others.get(field.name, field.name).replace("_", "-")
+        parser.add_argument(f"--{name}", help=text, required=is_required, **settings)
 
 
 def make_launcher(recipe: Recipe, arguments: argparse.Namespace) -> Any:

@@ -40,8 +40,8 @@ _TEMPLATE_KEYS = {"apiVersion", "kind", "metadata", "spec"}
 class KubernetesLauncher:
     """Starts workers as Pods, one each, in the cluster that `kubectl` talks to or that the head itself runs in.
 
-    Workers dial the head: it runs in a Pod, or where Pods can reach it. All that is created belongs to one Job without
-    Pods of its own, which the head keeps alive; whatever ends the head, its Pods and its Secret go.
+    Workers dial the head: it runs in a Pod, or where Pods can reach it. All that is created belongs to one Job, which
+    the head keeps alive; whatever ends the head, its Pods and its Secret go.
 
     Attributes:
         image: A container image with Python and the same clusterenv as here.
@@ -50,7 +50,7 @@ class KubernetesLauncher:
             torch.
         memory: For each worker, with a unit: "1Gi". One that uses more is killed.
         gpus: For each worker, of NVIDIA's; others are named in `pod_template`.
-        env: Environment variables for the workers.
+        env: Environment variables for the workers, and for a head that is started with `render_head`.
         labels: More labels for the Pods, such as a queue's.
         node_selector: Labels of nodes that workers may run on.
         tolerations: Taints of nodes that workers may run on all the same, as `kubectl taint` writes them:
@@ -108,9 +108,9 @@ class KubernetesLauncher:
     def route_to(self) -> str:
         """The API server, as it is known here: Pods are likely to be in the same network.
 
-        In a Pod, and where the server is a port of this machine (kind, minikube, a tunnel), any other machine.
+        Where that is a port of this machine (kind, minikube, a tunnel), any other machine.
         """
-        host, _ = _read_context(self.context)
+        host = _read_context(self.context)[0] or os.environ.get("KUBERNETES_SERVICE_HOST")
         return ELSEWHERE if host is None or _is_loopback(host) else host
 
     def launch(self, ticket: Ticket, num_workers: int) -> KubernetesFleet:

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import urllib3
+import yaml
 from kubernetes import client, config
 from urllib3.util.ssl_ import create_urllib3_context
 
@@ -30,6 +31,7 @@ RIGHTS_ADVICE = (
     "The Role that a head needs is in docs/kubernetes.md, and `clusterenv launch kubernetes --head` prints it; an "
     "administrator of the namespace can give it to you"
 )
+_BAD_CONFIG = (config.ConfigException, yaml.YAMLError, OSError, LookupError, TypeError, ValueError, AttributeError)
 _MERGE = "application/merge-patch+json"
 
 
@@ -208,7 +210,7 @@ def _load(settings: client.Configuration, context: str | None, directory: str) -
         if context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=settings)
             return (_ACCOUNT / "namespace").read_text().strip(), True
-    except (config.ConfigException, OSError, LookupError, TypeError, ValueError) as error:
+    except _BAD_CONFIG as error:
         raise Refusal(_explain_config(error, context)) from error
     raise Refusal(
         f"There is no cluster: this is not a Pod, and there is no {os.pathsep.join(map(str, paths))}. "
@@ -232,7 +234,7 @@ def _read_certificates(settings: dict[str, Any]) -> None:
 def _explain_config(error: Exception, context: str | None) -> str:
     try:
         names = [each["name"] for each in config.list_kube_config_contexts()[0]]
-    except (config.ConfigException, OSError, LookupError, TypeError, ValueError):
+    except _BAD_CONFIG:
         names = []
     if context is not None and names and context not in names:
         return f"The kubeconfig has no context {context!r}. It has {', '.join(names)}."

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterenv.launchers.kubernetes_api import RIGHTS_ADVICE, Api, Refusal
-from clusterenv.launchers.kubernetes_manifest import CONTAINER, RUN_LABEL, WORKER_LABEL
+from clusterenv.launchers.kubernetes_manifest import CONTAINER, RUN_LABEL, WORKER_LABEL, merge
 from clusterenv.launchers.kubernetes_messages import (
     AskTail,
     Plan,
@@ -74,6 +74,8 @@ class _Seat:
         failing_since: Since when it has been failing to start.
         deleted_at: When somebody was first seen to have deleted it.
         look_at: When to ask for events next.
+        is_ending: Whether it has ended, and it is being asked why.
+        avoided_node: Where its predecessor was not seen to end.
     """
 
     index: int
@@ -87,6 +89,7 @@ class _Seat:
     deleted_at: float | None = None
     look_at: float = 0.0
     is_ending: bool = False
+    avoided_node: str | None = None
 
 
 class _Client:
@@ -99,7 +102,7 @@ class _Client:
         self._pool = ThreadPoolExecutor(_AT_ONCE)
         self._num_under_way = 0
         self._seats = [_Seat(index) for index in range(len(plan.pods))]
-        self._names: dict[str, _Seat] = {}  # Of all Pods that are, or may be, there.
+        self._names: dict[str, _Seat | None] = {}  # Of all Pods that are, or may be, there; the anchor's has no seat.
         self._followers: dict[str, threading.Thread] = {}
         self._anchor = _Anchor(api, plan)
         self._renew_at = float("inf")
@@ -207,7 +210,7 @@ class _Client:
 
     def _create(self, seat: _Seat) -> None:
         name = self._name_of(seat)
-        manifest = self._plan.pods[seat.index]
+        manifest = _elsewhere(self._plan.pods[seat.index], seat.avoided_node)
         seat.create_at = None
         self._names[name] = seat
         self._do(partial(self._create_pod, manifest, name), partial(self._note_created, seat, seat.incarnation, name))
@@ -247,8 +250,10 @@ class _Client:
             return
         if seat.is_created:
             self._delete(self._name_of(seat), _HASTY_S)
-        now = time.monotonic()
-        self._seats[seat.index] = new = _Seat(seat.index, seat.incarnation + 1, give_up_at=now + _GIVE_UP_S)
+        new = _Seat(seat.index, seat.incarnation + 1, give_up_at=time.monotonic() + _GIVE_UP_S)
+        if seat.pod is not None and seat.state.kind == "running":  # It hangs, or its node is dead or cut off.
+            new.avoided_node = seat.pod["spec"].get("nodeName")
+        self._seats[seat.index] = new
         seat.incarnation = -1  # Whatever is under way for it is for nobody.
         self._create(new)
 
@@ -294,10 +299,13 @@ class _Client:
         """Take a list of all Pods: those that were seen before and are not there, are gone."""
         present = {pod["metadata"]["name"] for pod in pods}
         for name, seat in list(self._names.items()):
-            is_own = seat.pod is not None and seat.pod["metadata"]["name"] == name
-            if name not in present and is_own and seat.pod is not None:
+            if name in present:
+                continue
+            if seat is None:
+                self._names.pop(name)
+            elif seat.pod is not None and seat.pod["metadata"]["name"] == name:
                 self._note_pod(seat.pod, is_gone=True)
-            elif name not in present and self._plan.takeover is not None and seat.is_created and seat.pod is None:
+            elif self._plan.takeover is not None and seat.is_created and seat.pod is None:
                 self._names.pop(name)
                 self._tell(seat, PodState("ended", f"Pod {name} is gone"))
         for pod in pods:
@@ -307,8 +315,9 @@ class _Client:
         name = pod["metadata"]["name"]
         if is_gone:
             self._names.pop(name, None)
-        seat = self._seats[int(pod["metadata"]["labels"][WORKER_LABEL])]
-        if name != self._name_of(seat):
+        label = pod["metadata"]["labels"].get(WORKER_LABEL)
+        seat = None if label is None else self._seats[int(label)]
+        if seat is None or name != self._name_of(seat):
             if not is_gone:
                 self._names.setdefault(name, seat)
             return
@@ -319,8 +328,8 @@ class _Client:
         now = time.monotonic()
         if "deletionTimestamp" in pod["metadata"] and seat.deleted_at is None:
             seat.deleted_at = now
-        if is_gone and state.kind != "ended":
-            state = PodState("ended", f"Pod {name} was deleted")
+        if state.kind != "ended" and (is_gone or (seat.deleted_at is not None and state.kind == "waiting")):
+            state = PodState("ended", f"Pod {name} was deleted{'' if is_gone else ' before it ran'}")
         elif seat.deleted_at is not None and state.kind == "ended":
             state = PodState("ended", f"{state.text}; its Pod was deleted")
         if state.is_failing:
@@ -386,7 +395,7 @@ class _Client:
         return "\n".join(filter(None, parts)), find_disruption(events)
 
     def _events(self, pod: dict[str, Any]) -> list[dict[str, Any]]:
-        selector = f"involvedObject.uid={pod['metadata']['uid']}"
+        selector = f"involvedObject.kind=Pod,involvedObject.name={pod['metadata']['name']}"
         return list(self._api.request("GET", self._api.path("events"), fieldSelector=selector)["items"])
 
     def _follow(self, pod: dict[str, Any]) -> None:
@@ -469,17 +478,19 @@ class _Client:
         while any(seat.state.kind == "running" for seat in self._seats) and time.monotonic() < (self._stop_at or 0.0):
             yield
         yield from self._await_answers()  # What is being created just now can be deleted then.
+        failures: list[str] = []
+        self._do(
+            self._anchor.delete, partial(_collect, failures)
+        )  # Whatever comes now, the rest is Kubernetes' affair.
+        yield from self._await_answers()
         for name in self._names:
             self._delete(name, _GRACE_S)
         secret = self._api.path("secrets", self._plan.secret["metadata"]["name"])
-        failures: list[str] = []
         self._do(partial(self._api.request, "DELETE", secret), partial(_collect, failures))
         yield from self._await_gone(_GRACE_S + _GONE_S)
         for name in self._names:  # Of nodes that do not answer; when they do, they find that they have no such Pod.
             self._delete(name, 0)
         yield from self._await_gone(_FORCED_S)
-        self._do(self._anchor.delete, partial(_collect, failures))
-        yield from self._await_answers()
         for follower in self._followers.values():
             follower.join(_TICK_S)
         left = sorted(self._names)
@@ -575,6 +586,17 @@ class _Anchor:
             {"apiVersion": "v1", "kind": "Pod", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"]}
             for pod in pods
         ]
+
+
+def _elsewhere(manifest: dict[str, Any], node: str | None) -> dict[str, Any]:
+    """Return a Pod that had better not be on a certain node."""
+    if node is None:
+        return manifest
+    away = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": [node]}
+    preferred = [{"weight": 100, "preference": {"matchExpressions": [away]}}]
+    affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+    merged: dict[str, Any] = merge(manifest, {"spec": {"affinity": affinity}})
+    return merged
 
 
 def _collect(failures: list[str], result: Any) -> None:

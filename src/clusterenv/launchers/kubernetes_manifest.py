@@ -38,6 +38,15 @@ _WORKERS_KEPT_S = 600
 _SCRIPT_BYTES = 1 << 20  # What etcd takes.
 _MODE = 0o444  # Within the container, which may run as anybody; outside only the node's root can see it.
 
+# For the first process of a container, which the kernel lets ignore what it does not wait for. An anchor that is asked
+# to go, as by a drained node, has failed: one that succeeds would end the run.
+_WAIT_FOR_THE_END = (
+    "import signal as s; s.pthread_sigmask(s.SIG_BLOCK, [s.SIGTERM]); s.sigwait([s.SIGTERM]); raise SystemExit(1)"
+)
+_LITTLE = {"cpu": "10m", "memory": "32Mi"}
+_NOT_FOR_ANCHORS = ("containers", "initContainers", "volumes")
+_MAX_ANCHORS = 1000
+
 # Lists whose items have names.
 _KEYS = {
     "containers": "name",
@@ -110,18 +119,23 @@ class Manifests:
     def anchor(self, lease_s: int) -> Manifest:
         """Return the Job that owns the run's other objects.
 
-        It has no Pods. The head moves its deadline on; once that has passed, Kubernetes removes it and what it owns.
+        The head moves its deadline on. Once that has passed, Kubernetes removes it and what it owns. Its Pod waits for
+        nothing but its end: a Job without one has no beginning, and its deadline never passes.
         """
-        pod = self._pod_template([], ["true"], {})
+        pod = self._pod_template([], [self._recipe.python, "-IS", "-c", _WAIT_FOR_THE_END], {})
+        (worker,) = (each for each in pod["spec"]["containers"] if each["name"] == CONTAINER)
+        container = {name: worker[name] for name in ("image", "command", "env", "securityContext") if name in worker}
+        container |= {"name": "anchor", "resources": {"requests": _LITTLE, "limits": {"memory": _LITTLE["memory"]}}}
+        spec = {name: value for name, value in pod["spec"].items() if name not in _NOT_FOR_ANCHORS}
+        pod = {"metadata": {"labels": self._labels()}, "spec": spec | {"containers": [container]}}
         return {
             "apiVersion": "batch/v1",
             "kind": "Job",
             "metadata": {**self._named(self.name), "labels": self._labels()},
             "spec": {
-                "parallelism": 0,
                 "activeDeadlineSeconds": lease_s,
                 "ttlSecondsAfterFinished": 0,
-                "backoffLimit": 0,
+                "backoffLimit": _MAX_ANCHORS,
                 "template": pod,
             },
         }
@@ -192,11 +206,12 @@ class Manifests:
 
     def _head_job(self, name: str, script: str) -> Manifest:
         recipe = self._recipe
+        variables = {"PYTHONUNBUFFERED": "1"} | recipe.env
         container = {
             "name": "head",
             "image": recipe.image,
             "command": [recipe.python, f"{_SCRIPT_DIR}/{script}"],
-            "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}],
+            "env": [{"name": name, "value": value} for name, value in variables.items()],
             "volumeMounts": [{"name": "script", "mountPath": _SCRIPT_DIR, "readOnly": True}],
         }
         spec = {
