@@ -29,6 +29,7 @@ from clusterenv.errors import LaunchError
 from clusterenv.launchers.base import Fleet, Launcher
 from clusterenv.launchers.kubernetes_manifest import RIGHTS
 from clusterenv.wire.messages import Join
+from clusterenv.wire.ticket import Ticket
 from tests.conftest import MARK
 from tests.kube_cluster import KubeCluster, kube_cluster
 from tests.launcher_contract import AT_ONCE_S, NUM_WORKERS, Door, LauncherContract, tells_secret, time_call
@@ -40,20 +41,21 @@ pytestmark = pytest.mark.xdist_group("kubernetes")
 
 ROOT = Path(__file__).parent.parent
 LAPTOP = "10.88.0.4"
-TIMEOUTS = Timeouts(join_s=30, call_s=30, close_s=5)
-IMPATIENT = Timeouts(join_s=30, call_s=30, close_s=5, silence_s=3)
+TIMEOUTS = Timeouts(join_s=30, call_s=30, close_s=5, trial_s=0)
+IMPATIENT = Timeouts(join_s=30, call_s=30, close_s=5, silence_s=3, trial_s=0)
 OVER_TCP = Network(transport="zmq")
 
 HEAD = """
 import os, sys, time
-from clusterenv import ClusterEnv, KubernetesLauncher, Network
+from clusterenv import ClusterEnv, KubernetesLauncher, Network, Timeouts
 
 if __name__ == "__main__":
     launcher = KubernetesLauncher(
         image={image!r}, memory="256Mi", lease_s={lease_s},
         env={{name: os.environ[name] for name in ("PYTHONPATH", "CLUSTERENV_TEST_MARK") if name in os.environ}},
     )
-    with ClusterEnv("CartPole-v1", 4, num_workers=2, launcher=launcher, network=Network(transport="zmq")) as envs:
+    network, timeouts = Network(transport="zmq"), Timeouts(trial_s=0)
+    with ClusterEnv("CartPole-v1", 4, num_workers=2, launcher=launcher, network=network, timeouts=timeouts) as envs:
         envs.reset(seed=1)
         print("ready", flush=True)
         {then}
@@ -158,9 +160,15 @@ class TestKubernetesLauncher(LauncherContract):
         return make(log_dir=log_dir)
 
     def open(self, launcher: Launcher, env: Any, num_envs: int | None = None, on_loss: str = "replace") -> ClusterEnv:
-        faults = Faults(on_loss=on_loss)
-        options = {"launcher": launcher, "timeouts": TIMEOUTS, "faults": faults, "network": OVER_TCP}
-        return KubeEnv(env, num_envs, num_workers=NUM_WORKERS, **options)
+        return KubeEnv(
+            env,
+            num_envs,
+            num_workers=NUM_WORKERS,
+            launcher=launcher,
+            timeouts=TIMEOUTS,
+            faults=Faults(on_loss=on_loss),
+            network=OVER_TCP,
+        )
 
     @pytest.fixture
     def door(self, bed: KubeCluster) -> Iterator[Door]:
@@ -204,7 +212,7 @@ def test_nobody_who_sees_the_pods_sees_the_ticket(bed: KubeCluster, door: Door) 
 
 def test_what_workers_wait_for_is_said(laptop: KubeCluster, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(LaunchError) as caught:
-        launch(make(cpus=3), num_workers=4, timeouts=Timeouts(join_s=6, close_s=5))
+        launch(make(cpus=3), num_workers=4, timeouts=Timeouts(join_s=6, close_s=5, trial_s=0))
     line = r"2 of 4 workers running; workers \d, \d: 0/2 nodes are available: 2 Insufficient cpu"
     assert re.search(line, caplog.text), caplog.text
     assert re.search(rf"Only 2 of 4 workers joined within 6 s\. .*{line}", str(caught.value))
@@ -246,9 +254,9 @@ def test_a_worker_that_was_refused_by_a_quota_comes_when_there_is_room(bed: Kube
     try:
         door.await_join(fleet)
         quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "one"}}
-        bed.apply(quota | {"spec": {"hard": {"pods": "1"}}})
+        bed.apply(quota | {"spec": {"hard": {"pods": "2"}}})  # It, and the one that holds on to the others.
         try:
-            bed.wait_until(lambda: "1" in bed.kubectl("get", "quota", "one", "--output=jsonpath={.status.used.pods}"))
+            bed.wait_until(lambda: "2" in bed.kubectl("get", "quota", "one", "--output=jsonpath={.status.used.pods}"))
             fleet.restart(0)  # Its predecessor counts until it is gone.
             door.await_join(fleet)
         finally:
@@ -293,6 +301,7 @@ def log_in(cluster: KubeCluster, account: str, directory: Path) -> Path:
 def test_with_the_manuals_role_it_works_and_with_any_right_less_it_says_which(
     laptop: KubeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ticket = Ticket(endpoint=f"tcp://{LAPTOP}:9", head_key="h" * 40, public_key="p" * 40, secret_key="s" * 40)
     fewer = [(right, verb) for right, verbs in RIGHTS.items() for verb in verbs]
     objects = make_account(laptop, "head", RIGHTS)
     for number, (right, verb) in enumerate(fewer):
@@ -310,7 +319,7 @@ def test_with_the_manuals_role_it_works_and_with_any_right_less_it_says_which(
             with pytest.raises(
                 LaunchError, match=f"You lack rights in namespace lab: you may not {verb} {resource}\\."
             ):
-                launch(make())
+                make().launch(ticket, 1)
         assert laptop.remains("lab") == []
     finally:
         laptop.kubectl("delete", "namespace", "lab", "--wait=false")
@@ -323,11 +332,21 @@ def start_head(then: str, lease_s: int = 600) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": module_path()}
     head = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert head.stdout is not None
-    line = head.stdout.readline()
-    if line != "ready\n":
-        head.kill()
-        raise AssertionError(line + head.communicate()[0])
-    return head
+    said = []
+    for line in head.stdout:
+        if line == "ready\n":
+            return head
+        said.append(line)
+    head.wait()
+    head.stdout.close()
+    raise AssertionError("".join(said))
+
+
+def end_head(head: subprocess.Popen[str]) -> None:
+    assert head.stdout is not None
+    head.kill()
+    head.wait()
+    head.stdout.close()
 
 
 @pytest.mark.parametrize("end", ["interrupt", "exception", "kill"])
@@ -339,12 +358,11 @@ def test_however_a_head_ends_it_leaves_nothing(laptop: KubeCluster, end: str, se
         elif end == "kill":
             head.kill()
         ended_at = seconds()
-        head.communicate(timeout=30)
+        head.wait(30)
         laptop.wait_until(lambda: laptop.remains() == [], 10.0)
         assert seconds() - ended_at < 10
     finally:
-        head.kill()
-        head.communicate()
+        end_head(head)
 
 
 def test_if_the_heads_machine_is_lost_kubernetes_removes_everything_after_the_lease(
@@ -356,12 +374,10 @@ def test_if_the_heads_machine_is_lost_kubernetes_removes_everything_after_the_le
         os.kill(client, signal.SIGKILL)
         head.kill()
         killed_at = seconds()
-        head.communicate()
         bed.wait_until(lambda: bed.remains() == [], 30.0)
         assert seconds() - killed_at < 20
     finally:
-        head.kill()
-        head.communicate()
+        end_head(head)
 
 
 def test_a_head_in_a_pod_needs_one_command_and_goes_with_all_it_has(
@@ -374,7 +390,7 @@ def test_a_head_in_a_pod_needs_one_command_and_goes_with_all_it_has(
     manifests = capsys.readouterr().out
     bed.kubectl("apply", "--filename=-", stdin=manifests)
     try:
-        job = next(name for name in bed.remains() if "my-training" in name)
+        job = next(name for name in bed.remains() if name.startswith("job.batch/my-training"))
         bed.wait_until(lambda: "ready" in bed.kubectl("logs", job, "--ignore-errors"), 30.0)
         (head,) = [pod for pod in bed.objects("pods") if "my-training" in pod["metadata"]["name"]]
         (anchor,) = [each for each in bed.objects("jobs") if each["metadata"]["name"].startswith("clusterenv-")]
@@ -602,7 +618,7 @@ def test_the_doctor_finds_a_cluster_well(laptop: KubeCluster, capsys: pytest.Cap
     ("options", "step", "advice"),
     [
         (["--image", "missing:2"], "start", "next: Push the image"),
-        (["--context", "moon"], "start", "next: Make `kubectl get pods` work first"),
+        (["--context", "moon", "--listen", LAPTOP], "start", "next: Make `kubectl get pods` work first"),
         (
             ["--python", "/usr/bin/python3", "--variable=PYTHONPATH=/x"],
             "python",
