@@ -118,6 +118,10 @@ class KubeCluster:
         assert self.base is not None, "only the bed's processes are ours"
         os.kill(int((self.base / "pid" / f"{name}.pid").read_text()), number)
 
+    def set_link(self, node: str, state: str) -> None:
+        """Cut a node off ("down"), or connect it again ("up")."""
+        subprocess.run(["ip", "-n", f"{self.prefix}-sw", "link", "set", node.replace("n", "p"), state], check=True)
+
     def repair(self) -> None:
         """Start what has been killed, and wait until all nodes are ready."""
         assert self.base is not None, "only the bed is ours"

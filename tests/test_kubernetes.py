@@ -5,6 +5,7 @@ What the bed cannot show (memory limits, Indexed Jobs, conditions of newer versi
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -14,7 +15,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -177,7 +177,7 @@ class TestKubernetesLauncher(LauncherContract):
         door.close()
 
     def test_workers_that_are_told_to_stop_are_not_killed(self, launcher: Launcher, tmp_path: Path) -> None:
-        with self.open(launcher, [partial(Farewell, tmp_path)] * 4) as envs:
+        with self.open(launcher, [functools.partial(Farewell, tmp_path)] * 4) as envs:
             pods = [worker.host for worker in envs.workers]
         assert {f"closed in {pod}" for pod in pods} <= {path.name for path in tmp_path.iterdir()}
 
@@ -285,12 +285,33 @@ def make_account(
     ]
 
 
+@functools.cache
+def read_config_text(kubeconfig: str) -> str:
+    command = [
+        "kubectl",
+        f"--kubeconfig={kubeconfig}",
+        "config",
+        "view",
+        "--raw",
+        "--flatten",
+        "--minify",
+        "-o",
+        "json",
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def read_config(cluster: KubeCluster) -> Any:
+    """Return the administrator's kubeconfig, to make others of it."""
+    return json.loads(read_config_text(cluster.kubeconfig))
+
+
 def log_in(cluster: KubeCluster, account: str, directory: Path) -> Path:
     """Return a kubeconfig for a service account of the namespace "lab"."""
     request = json.dumps({"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}})
     path = f"/api/v1/namespaces/lab/serviceaccounts/{account}/token"
     token = json.loads(cluster.kubectl("create", f"--raw={path}", "--filename=-", stdin=request))["status"]["token"]
-    config = json.loads(cluster.kubectl("config", "view", "--raw", "--flatten", "--minify", "--output=json"))
+    config = read_config(cluster)
     config["users"] = [{"name": config["contexts"][0]["context"]["user"], "user": {"token": token}}]
     config["contexts"][0]["context"]["namespace"] = "lab"
     file = directory / f"{account}.json"
@@ -455,14 +476,18 @@ def test_a_node_that_is_about_to_go_lets_its_worker_move(bed: KubeCluster) -> No
             bed.kubectl("taint", "node", node, "spot-")
 
 
-def test_workers_of_a_node_that_dies_are_started_on_another(bed: KubeCluster) -> None:
+@pytest.mark.parametrize("fate", ["power", "link"])
+def test_workers_of_a_node_that_is_lost_are_started_on_another(bed: KubeCluster, fate: str) -> None:
     with launch(make(), timeouts=IMPATIENT) as envs:
         envs.reset(seed=1)
         nodes = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in bed.workers()}
         hosts = [str(worker.host) for worker in envs.workers]
         node = nodes[hosts[0]]
         victims = [index for index, host in enumerate(hosts) if nodes[host] == node]
-        bed.signal(node, signal.SIGKILL)
+        if fate == "power":
+            bed.signal(node, signal.SIGKILL)
+        else:
+            bed.set_link(node, "down")
         try:
             while len(envs.losses) < len(victims):
                 envs.step(np.zeros(4, np.int64))
@@ -471,6 +496,7 @@ def test_workers_of_a_node_that_dies_are_started_on_another(bed: KubeCluster) ->
             envs.close()
             assert bed.remains() == [], "not even of the node that does not answer"
         finally:
+            bed.set_link(node, "up")
             bed.repair()
 
 
@@ -581,7 +607,7 @@ def to_json(stream: str) -> list[str]:
 def test_bad_credentials_are_told_in_a_sentence(
     bed: KubeCluster, trouble: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = json.loads(bed.kubectl("config", "view", "--raw", "--output=json"))
+    config = read_config(bed)
     settings: dict[str, Any] = {}
     file = tmp_path / ("nowhere" if trouble == "no cluster" else "config")
     if trouble == "wrong context":

@@ -161,7 +161,7 @@ def test_every_manifest_is_valid_in_every_version(version: str, tmp_path: Path) 
     script = tmp_path / "Train it!.py"
     script.write_text("print('hello')\n")
     for settings in ({"image": "rl:1"}, FULL):
-        launcher = KubernetesLauncher(**settings)  # type: ignore[arg-type]  # a mapping of anything
+        launcher = KubernetesLauncher(**settings)
         texts = [launcher.render(1), launcher.render_indexed_job(1, TICKET), launcher.render_head(script)]
         for each in objects_of("\n---\n".join(texts)):
             kubernetes_validate.validate(each, version, strict=True)

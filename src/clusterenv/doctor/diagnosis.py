@@ -146,7 +146,7 @@ def diagnose(error: ClusterEnvError, witness: Witness) -> Iterator[Finding]:
     failed, next_step = _find_failure(str(error), witness)
     if isinstance(error, ConfigError):
         failed, next_step = "start", "Correct what is named above."
-    elif not witness.has_started:
+    elif not witness.has_started and failed != "start":
         failed, next_step = "start", "Correct what was refused; `clusterenv launch ... --dry-run` shows what is run."
     for subject, text in STEPS.items():
         if subject == failed:

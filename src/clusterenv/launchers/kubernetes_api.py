@@ -40,13 +40,15 @@ class Refusal(Exception):
 
     Attributes:
         status: The HTTP status; 0 if there was no answer.
+        is_quota: Whether there is no room for it in the namespace.
         is_passing: Whether the same may succeed later.
     """
 
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
         self.status = status
-        self.is_passing = status in (0, 408, 409, 429) or status >= 500 or "exceeded quota" in text
+        self.is_quota = status == 403 and "exceeded quota" in text
+        self.is_passing = status in (0, 408, 409, 429) or status >= 500 or self.is_quota
 
 
 class Api:

@@ -47,12 +47,13 @@ _AT_ONCE = 16  # Requests under way.
 _TICK_S = 0.25
 _WATCH_S = 60
 _RETRY_S = 2.0
-_GIVE_UP_S = 60.0  # How long to go on trying to create a Pod again that the cluster does not take.
+_START_S = 20.0  # How long to go on trying to create a Pod that the cluster does not take, at the start
+_GIVE_UP_S = 60.0  # and later.
 _FAILING_S = 20.0  # How long an image may fail to be pulled.
 _LOOK_S = 5.0  # How often to look what a Pod that does not start waits for.
 _HASTY_S = 1  # The grace of a worker that hangs, and is replaced.
 _GRACE_S = 2  # That of one that is to leave; a kubelet gives no less.
-_GONE_S = 10.0  # How long to wait until Pods that were deleted are gone.
+_GONE_S = 6.0  # How long to wait until Pods that were deleted are gone.
 _FORCED_S = 3.0  # And after that, for those of nodes that do not answer.
 _LATE_S = 5.0  # How long after its grace a Pod that was deleted counts as gone: its node does not answer.
 _RENEWALS = 4  # How often the anchor's deadline is moved on before it can pass.
@@ -83,7 +84,7 @@ class _Seat:
     pod: dict[str, Any] | None = None
     is_created: bool = False
     state: PodState = field(default=PodState("waiting", "its Pod is being created"))
-    create_at: float | None = 0.0
+    create_at: float | None = None
     give_up_at: float = 0.0
     failing_since: float | None = None
     deleted_at: float | None = None
@@ -185,10 +186,11 @@ class _Client:
         takeover = self._plan.takeover
         for seat in self._seats:
             if takeover is None:
+                seat.give_up_at = time.monotonic() + _START_S
                 self._create(seat)
             else:
                 seat.incarnation = takeover.incarnations[seat.index]
-                seat.is_created, seat.create_at = True, None
+                seat.is_created = True
                 self._names[self._name_of(seat)] = seat
         self._check_started()
 
@@ -237,7 +239,7 @@ class _Client:
         if seat.incarnation != incarnation or self._stop_at is not None:
             return
         now = time.monotonic()
-        if not self._has_started:
+        if not self._has_started and (not refusal.is_passing or refusal.is_quota or now >= seat.give_up_at):
             self._refuse(f"The Pod of worker {seat.index} is refused: {refusal}")
         elif refusal.is_passing and now < seat.give_up_at:
             seat.create_at = now + _RETRY_S
@@ -400,10 +402,13 @@ class _Client:
 
     def _follow(self, pod: dict[str, Any]) -> None:
         """Keep what a worker prints, if it is to be kept."""
-        name = pod["metadata"]["name"]
-        if self._plan.log_dir is None or name in self._followers or self._plan.takeover is not None:
+        name, worker_index = pod["metadata"]["name"], int(pod["metadata"]["labels"][WORKER_LABEL])
+        takeover = self._plan.takeover
+        if takeover is not None and self._seats[worker_index].incarnation == takeover.incarnations[worker_index]:
+            return  # How much of it was kept, only the predecessor knew.
+        if self._plan.log_dir is None or name in self._followers:
             return
-        file = Path(self._plan.log_dir) / f"worker-{pod['metadata']['labels'][WORKER_LABEL]}.log"
+        file = Path(self._plan.log_dir) / f"worker-{worker_index}.log"
         self._followers[name] = threading.Thread(target=self._copy_log, args=(name, file), daemon=True)
         self._followers[name].start()
 
@@ -438,7 +443,7 @@ class _Client:
             self._renew_at = now + self._plan.lease_s / _RENEWALS
             self._do(self._anchor.renew, lambda _: None)  # What is wrong will show when a Pod is created.
         for seat in self._seats:
-            if seat.create_at is not None and self._has_started and now >= seat.create_at:
+            if seat.create_at is not None and now >= seat.create_at:
                 self._create(seat)
             elif seat.pod is not None and not seat.is_ending and seat.state.kind != "ended":
                 self._look_at(seat, seat.pod, now)
