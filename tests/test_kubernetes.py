@@ -34,7 +34,7 @@ from tests.conftest import MARK
 from tests.kube_cluster import KubeCluster, kube_cluster
 from tests.launcher_contract import AT_ONCE_S, NUM_WORKERS, Door, LauncherContract, tells_secret, time_call
 from tests.located import make_located
-from tests.remains import descendants
+from tests.remains import descendants, wait_until_gone
 from tests.test_readme import blocks_of
 
 pytestmark = pytest.mark.xdist_group("kubernetes")
@@ -420,6 +420,7 @@ def test_a_head_in_a_pod_needs_one_command_and_goes_with_all_it_has(
         bed.kubectl("delete", job, "--wait=false")
         bed.kubectl("delete", f"pod/{head['metadata']['name']}", "--force", "--grace-period=0")
         bed.wait_until(lambda: bed.remains() == [], 15.0)
+        assert wait_until_gone(descendants()) == []
     finally:
         bed.kubectl("delete", "--filename=-", "--ignore-not-found", "--wait=false", stdin=manifests)
 
@@ -498,6 +499,7 @@ def test_workers_of_a_node_that_is_lost_are_started_on_another(bed: KubeCluster,
         finally:
             bed.set_link(node, "up")
             bed.repair()
+        assert wait_until_gone(descendants(), 15.0) == [], "a node that is back ends what has no Pod any more"
 
 
 def test_a_cluster_that_does_not_answer_keeps_nobody_waiting(bed: KubeCluster, door: Door) -> None:

@@ -25,6 +25,7 @@ from clusterenv.launchers.kubernetes_manifest import RIGHTS
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
+_LOG_S = 1.5  # The API server asks the node for it, and goes on asking one that is cut off.
 _STREAM_S = 75.0  # More than a watch lasts: a connection that is dead without a word is noticed.
 _FORBIDDEN_TO = re.compile(r'cannot (\w+) resource "([\w/.-]+)"')
 RIGHTS_ADVICE = (
@@ -100,12 +101,12 @@ class Api:
             return answer
 
     def read(self, path: str, **query: str | int) -> bytes:
-        """Return a text, such as a log.
+        """Return a log.
 
         Raises:
             Refusal: As in `request`.
         """
-        with self._open("GET", path, None, query, _ANSWER_S) as response:
+        with self._open("GET", path, None, query, _LOG_S) as response:
             try:
                 return bytes(response.data)
             except urllib3.exceptions.HTTPError as error:

@@ -138,9 +138,9 @@ class _Client:
             self._restart(self._seats[request.worker_index])
         elif isinstance(request, AskTail):
             seat = self._seats[request.worker_index]
-            self._do(partial(self._fetch, seat.pod), partial(self._tell_tail, seat.index))
+            self._ask(partial(self._fetch, seat.pod), partial(self._tell_tail, seat.index))
 
-    def _do(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
+    def _ask(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Make a call in the background, and then go on with what it returned: it may be a refusal."""
 
         def work() -> None:
@@ -149,14 +149,19 @@ class _Client:
                 result = call()
             except Refusal as refusal:
                 result = refusal
-            self._inbox.put(partial(self._finish, then, result))
+            self._inbox.put(partial(then, result))
 
-        self._num_under_way += 1
         self._pool.submit(work)
 
-    def _finish(self, then: Callable[[Any], None], result: Any) -> None:
-        self._num_under_way -= 1
-        then(result)
+    def _do(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Do the same with a call that changes something: all of these are waited for in the end."""
+
+        def finish(result: Any) -> None:
+            self._num_under_way -= 1
+            then(result)
+
+        self._num_under_way += 1
+        self._ask(call, finish)
 
     # From here on, what happens at the start.
 
@@ -349,7 +354,7 @@ class _Client:
     def _end(self, seat: _Seat, state: PodState) -> None:
         """Tell that a worker has ended, once it is known what it said and what Kubernetes says."""
         seat.is_ending = True
-        self._do(partial(self._fetch, seat.pod), partial(self._tell_end, seat, state))
+        self._ask(partial(self._fetch, seat.pod), partial(self._tell_end, seat, state))
 
     def _tell_end(self, seat: _Seat, state: PodState, fetched: tuple[str, str] | Refusal) -> None:
         tail, disruption = ("", "") if isinstance(fetched, Refusal) else fetched
@@ -379,22 +384,23 @@ class _Client:
         """Return the end of a Pod's log with its events, and why Kubernetes ended it if an event tells."""
         if pod is None:
             return "", ""
-        name, parts = pod["metadata"]["name"], []
-        path = f"{self._api.path('pods', name)}/log"
-        try:
-            data = self._api.read(path, container=CONTAINER, tailLines=_TAIL_LINES)
-            parts.append(data[-_TAIL_BYTES:].decode(errors="replace").strip())
-        except Refusal as refusal:
-            if refusal.status not in (400, 404):  # It has not begun, or is gone.
-                parts.append(f"(The log of Pod {name} cannot be read: {refusal})")
+        name, notes = pod["metadata"]["name"], []
         events: list[dict[str, Any]] = []
         try:
             events = self._events(pod)
             if events:
-                parts.append(f"The events of Pod {name}:\n{read_events(events)}")
+                notes.append(f"The events of Pod {name}:\n{read_events(events)}")
         except Refusal as refusal:
-            parts.append(f"(The events of Pod {name} cannot be read: {refusal})")
-        return "\n".join(filter(None, parts)), find_disruption(events)
+            notes.append(f"(The events of Pod {name} cannot be read: {refusal})")
+        log = ""
+        try:
+            data = self._api.read(f"{self._api.path('pods', name)}/log", container=CONTAINER, tailLines=_TAIL_LINES)
+            log = data[-_TAIL_BYTES:].decode(errors="replace").strip()
+        except Refusal as refusal:
+            if refusal.status not in (400, 404):  # It has not begun, or is gone.
+                why = "its node does not answer" if refusal.status in (0, 500, 502, 503, 504) else str(refusal)
+                notes.append(f"(The log of Pod {name} cannot be read: {why})")
+        return "\n".join(filter(None, (log, *notes))), find_disruption(events)
 
     def _events(self, pod: dict[str, Any]) -> list[dict[str, Any]]:
         selector = f"involvedObject.kind=Pod,involvedObject.name={pod['metadata']['name']}"
@@ -459,7 +465,7 @@ class _Client:
                 self._end(seat, PodState("ended", text))
         elif seat.state.kind == "waiting" and pod["spec"].get("nodeName") and now >= seat.look_at > 0.0:
             seat.look_at = now + _LOOK_S
-            self._do(partial(self._events, pod), partial(self._note_events, seat))
+            self._ask(partial(self._events, pod), partial(self._note_events, seat))
 
     def _note_events(self, seat: _Seat, events: list[dict[str, Any]] | Refusal) -> None:
         """Say what a Pod that has a node and does not run waits for: its image, or a volume."""

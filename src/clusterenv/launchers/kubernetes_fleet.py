@@ -36,7 +36,7 @@ from clusterenv.launchers.processes import WorkerLog, describe_exit, make_run_di
 log = logging.getLogger(__name__)
 
 _START_S = 60.0
-_TAIL_S = 5.0
+_TAIL_S = 2.5  # Errors had better come without a log than late: its node may be cut off.
 _REMOVE_S = 30.0  # More than the client needs to remove everything, also of nodes that do not answer.
 _MAX_CLIENTS = 5
 _MAX_TEXTS = 3
