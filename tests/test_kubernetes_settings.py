@@ -290,8 +290,8 @@ def disrupted(reason: str, message: str) -> list[dict[str, str]]:
         (
             seen({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}),
             "ended",
-            "killed by SIGKILL: it used more memory than its limit of 1Gi (OOMKilled). "
-            "KubernetesLauncher(memory=...) gives it more in Pod w on n1",
+            "killed by SIGKILL in Pod w on n1: it used more memory than its limit of 1Gi (OOMKilled). "
+            "KubernetesLauncher(memory=...) gives it more",
         ),
         (
             seen({"terminated": {"exitCode": 143}}, conditions=disrupted("PreemptionByScheduler", "for vip")),
@@ -306,17 +306,17 @@ def disrupted(reason: str, message: str) -> list[dict[str, str]]:
         (
             seen(phase="Failed", reason="Evicted", message="The node was low on resource: memory."),
             "ended",
-            "it is gone in Pod w on n1; evicted by its node: The node was low on resource: memory.",
+            "ended in Pod w on n1; evicted by its node: The node was low on resource: memory.",
         ),
         (
             seen({"running": {}}, conditions=disrupted("DeletionByPodGC", "no node"), reason="NodeLost"),
             "ended",
-            "it is gone in Pod w on n1; its node is gone: no node",
+            "ended in Pod w on n1; its node is gone: no node",
         ),
         (
             seen(phase="Failed", reason="OutOfcpu", message="too many"),
             "ended",
-            "it is gone in Pod w on n1; OutOfcpu too many",
+            "ended in Pod w on n1; OutOfcpu too many",
         ),
         (
             seen(phase="Pending", conditions=unscheduled("Unschedulable", "0/2 nodes are available: no GPU.")),

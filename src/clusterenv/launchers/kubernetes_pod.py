@@ -80,10 +80,10 @@ def read_pod(pod: Object, memory: str = "") -> PodState:
     place = f"in Pod {pod['metadata']['name']}" + (f" on {node}" if (node := _node(pod)) else "")
     disruption = _read_disruption(pod)
     if ended := state.get("terminated"):
-        return PodState("ended", _join(_read_end(ended, memory), place, disruption))
+        return PodState("ended", _join(_read_end(ended, memory, place), disruption))
     if status.get("phase") in ("Failed", "Succeeded") or status.get("reason") == "NodeLost":
         reason = " ".join(filter(None, (status.get("reason"), status.get("message"))))
-        return PodState("ended", _join("it is gone", place, disruption or reason))
+        return PodState("ended", _join(f"ended {place}", disruption or reason))
     if "running" in state:
         return PodState("running", place)
     return _read_wait(pod, state.get("waiting") or {}, place)
@@ -108,20 +108,21 @@ def find_disruption(events: Sequence[Object]) -> str:
     return ""
 
 
-def _read_end(ended: Object, memory: str) -> str:
+def _read_end(ended: Object, memory: str, place: str) -> str:
     code, reason, message = ended.get("exitCode", 0), ended.get("reason") or "", _shorten(ended.get("message") or "")
     if reason == "OOMKilled":
         limit = f" of {memory}" if memory else ""
         return (
-            f"{describe_exit(_KILLED)}: it used more memory than its limit{limit} (OOMKilled). "
+            f"{describe_exit(_KILLED)} {place}: it used more memory than its limit{limit} (OOMKilled). "
             "KubernetesLauncher(memory=...) gives it more"
         )
     if code == _START_FAILED and message:
         return (
-            f"could not be started: {message}. KubernetesLauncher(python=...) names the command for Python in the image"
+            f"could not be started {place}: {message}. KubernetesLauncher(python=...) names the command for Python in "
+            "the image"
         )
     said = "" if reason in ("", "Error", "Completed") else f" ({reason}{f': {message}' if message else ''})"
-    return f"{describe_exit(code)}{said}"
+    return f"{describe_exit(code)} {place}{said}"
 
 
 def _read_wait(pod: Object, waiting: Object, place: str) -> PodState:
@@ -163,8 +164,8 @@ def _node(pod: Object) -> str:
     return str((pod.get("spec") or {}).get("nodeName") or "")
 
 
-def _join(how: str, place: str, why: str) -> str:
-    return f"{how} {place}" + (f"; {why}" if why else "")
+def _join(how: str, why: str) -> str:
+    return f"{how}; {why}" if why else how
 
 
 def _when(event: Object) -> str:
