@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ class _Client:
         """Do all there is to do."""
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: self._inbox.put(partial(self._stop, 0.0)))
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._heard, args=(self._listen,), daemon=True).start()
         self._do(self._prepare, self._begin)
         while not self._is_done:
             with contextlib.suppress(queue.Empty):
@@ -151,7 +152,14 @@ class _Client:
                 result = refusal
             self._inbox.put(partial(then, result))
 
-        self._pool.submit(work)
+        self._pool.submit(self._heard, work)
+
+    def _heard(self, work: Callable[[], None]) -> None:
+        """Do the work of another thread. Should it fail, so does this process, and another takes over."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - the thread that decides raises it
+            self._inbox.put(partial(_raise, error))
 
     def _do(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Do the same with a call that changes something: all of these are waited for in the end."""
@@ -162,8 +170,6 @@ class _Client:
 
         self._num_under_way += 1
         self._ask(call, finish)
-
-    # From here on, what happens at the start.
 
     def _prepare(self) -> None:
         """Create what the Pods need; for a successor that is there already."""
@@ -187,7 +193,7 @@ class _Client:
             self._refuse(str(refusal))
             return
         self._renew_at = time.monotonic() + self._plan.lease_s / _RENEWALS
-        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._heard, args=(self._watch,), daemon=True).start()
         takeover = self._plan.takeover
         for seat in self._seats:
             if takeover is None:
@@ -208,8 +214,6 @@ class _Client:
         if self._stop_at is None:
             _say(Refused(reason))
             self._stop(0.0)
-
-    # One worker.
 
     def _name_of(self, seat: _Seat) -> str:
         name = self._plan.pods[seat.index]["metadata"]["name"]
@@ -273,8 +277,6 @@ class _Client:
     def _note_deleted(self, name: str, refusal: Refusal | None) -> None:
         if refusal is not None and refusal.status == 404:
             self._names.pop(name, None)
-
-    # What becomes of Pods.
 
     def _watch(self) -> None:
         """Follow the run's Pods for ever."""
@@ -437,8 +439,6 @@ class _Client:
                 return
             time.sleep(_RETRY_S)
 
-    # Now and then.
-
     def _tick(self, now: float) -> None:
         if self._stop_at is None and os.getppid() != self._parent:
             self._stop(0.0)
@@ -478,8 +478,6 @@ class _Client:
         ):
             self._tell(seat, PodState("waiting", f"{text} (on {seat.pod['spec']['nodeName']})"))
 
-    # The end.
-
     def _stop(self, timeout_s: float) -> None:
         stop_at = time.monotonic() + timeout_s
         self._stop_at = stop_at if self._stop_at is None else min(self._stop_at, stop_at)
@@ -490,9 +488,8 @@ class _Client:
             yield
         yield from self._await_answers()  # What is being created just now can be deleted then.
         failures: list[str] = []
-        self._do(
-            self._anchor.delete, partial(_collect, failures)
-        )  # Whatever comes now, the rest is Kubernetes' affair.
+        # From here on, should this process be killed, the rest is done by Kubernetes.
+        self._do(self._anchor.delete, partial(_collect, failures))
         yield from self._await_answers()
         for name in self._names:
             self._delete(name, _GRACE_S)
@@ -610,6 +607,10 @@ def _elsewhere(manifest: dict[str, Any], node: str | None) -> dict[str, Any]:
     return merged
 
 
+def _raise(error: BaseException) -> None:
+    raise error
+
+
 def _collect(failures: list[str], result: Any) -> None:
     if isinstance(result, Refusal) and result.status != 404:
         failures.append(str(result))
@@ -631,8 +632,14 @@ def main() -> None:
         _say(Refused(str(refusal)))
         _say(Stopped(""))
         return
-    _Client(plan, api).run()
-    os._exit(0)  # Threads that wait for the network have nothing more to say.
+    status = 1
+    try:
+        _Client(plan, api).run()
+        status = 0
+    except BaseException:  # noqa: BLE001 - it is shown, and the head starts another client
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # Threads that wait for the network have nothing more to say.
 
 
 if __name__ == "__main__":

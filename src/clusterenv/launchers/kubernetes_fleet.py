@@ -147,8 +147,11 @@ class KubernetesFleet:
             return
         for reply in self._client.replies():
             self._note(reply)
-        if self._client.has_ended and not self._is_stopping and self._anchor_uid and self._num_clients < _MAX_CLIENTS:
-            self._replace_client()
+        if self._client.has_ended and not self._is_stopping and self._anchor_uid:
+            if self._num_clients < _MAX_CLIENTS:
+                self._replace_client()
+            else:
+                self._give_up()
 
     def _note(self, reply: Reply) -> None:
         if isinstance(reply, Report):
@@ -160,7 +163,7 @@ class KubernetesFleet:
             self._anchor_uid = reply.anchor_uid
         elif isinstance(reply, Refused):
             self._refusal = reply.reason
-        elif isinstance(reply, Stopped):
+        elif isinstance(reply, Stopped) and self._is_stopping:
             self._left = reply.left
 
     def _replace_client(self) -> None:
@@ -172,6 +175,13 @@ class KubernetesFleet:
             self._num_clients += 1
             takeover = Takeover(self._anchor_uid, time.monotonic() - self._began_at, list(self._incarnations))
             self._client = _Client(msgspec.structs.replace(self._plan, takeover=takeover))
+
+    def _give_up(self) -> None:
+        """Note that nobody can start the workers any more that are waited for."""
+        for worker_index, incarnation in enumerate(self._incarnations):
+            if worker_index not in self._reports:
+                text = f"could not be started: {self._refusal or self._describe_client()}"
+                self._reports[worker_index] = Report(worker_index, incarnation, "ended", text)
 
     def _await(self, is_true: Callable[[], bool], timeout_s: float) -> None:
         """Listen to the client until something is true, it ends, or time is up."""
