@@ -538,6 +538,29 @@ def test_a_client_that_dies_is_replaced_and_nobody_else_notices(bed: KubeCluster
         fleet.stop(0.0)
 
 
+def test_a_cluster_that_nobody_can_log_in_to_any_more_is_told(
+    bed: KubeCluster, door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tmp_path / "config"
+    config.write_text(json.dumps(read_config(bed)))
+    monkeypatch.setenv("KUBECONFIG", str(config))
+    fleet = make().launch(door.ticket, 1)
+    try:
+        door.await_join(fleet)
+        config.unlink()
+        (client,) = [pid for pid in descendants() if b"kubernetes_client" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(client, signal.SIGKILL)
+        fleet.restart(0)
+        assert "could not be started: There is no cluster" in door.await_exit(fleet, 0)
+        assert door.longest_s < AT_ONCE_S
+        fleet.stop(0.0)
+        assert re.search(r"could not remove everything from the cluster .*Kubernetes does within 600 s", caplog.text)
+    finally:
+        fleet.stop(0.0)
+        bed.kubectl("delete", *bed.remains(), "--grace-period=1")
+    assert wait_until_gone(descendants()) == []
+
+
 def test_if_somebody_deletes_the_job_that_owns_the_workers_others_are_started(bed: KubeCluster) -> None:
     with launch(make()) as envs:
         envs.reset(seed=1)
