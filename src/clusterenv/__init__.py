@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from clusterenv.head.stream import Stream
     from clusterenv.head.supervisor import Loss
     from clusterenv.launchers.by_hand import ByHandLauncher
+    from clusterenv.launchers.kubernetes.launcher import KubernetesLauncher
     from clusterenv.launchers.local import LocalLauncher
     from clusterenv.launchers.slurm import SlurmLauncher
     from clusterenv.launchers.ssh import SSHLauncher
@@ -33,6 +34,7 @@ __all__ = [
     "Decision",
     "EveryUpdate",
     "Faults",
+    "KubernetesLauncher",
     "LocalLauncher",
     "Loss",
     "NativeVector",
@@ -64,6 +66,7 @@ _HOMES = {
     "Decision": "policy.policy",
     "EveryUpdate": "policy.sync",
     "Faults": "config",
+    "KubernetesLauncher": "launchers.kubernetes",
     "LocalLauncher": "launchers.local",
     "Loss": "head.supervisor",
     "NativeVector": "setup.factories",

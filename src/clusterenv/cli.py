@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import clusterenv
 from clusterenv.config import thread_variables, usable_cores
 from clusterenv.errors import ClusterEnvError, ConfigError
+from clusterenv.launchers.kubernetes.launcher import KubernetesLauncher
 from clusterenv.launchers.local import LocalLauncher
 from clusterenv.launchers.slurm import SlurmLauncher
 from clusterenv.launchers.ssh import SSHLauncher
@@ -31,6 +32,7 @@ LAUNCHERS: dict[str, tuple[Recipe, str]] = {
     "local": (LocalLauncher, "workers as child processes on this machine"),
     "slurm": (SlurmLauncher, "workers by Slurm, in a job of their own or in the one this runs in"),
     "ssh": (SSHLauncher, "workers on machines you can log in to with ssh"),
+    "kubernetes": (KubernetesLauncher, "workers as Pods on Kubernetes"),
 }
 _LOOK_S = 1.0
 
@@ -88,7 +90,8 @@ def _add_worker(commands: Any) -> None:
         type=int,
         metavar="N",
         help="which worker this is: 0, 1, ... each once. By default what the scheduler says: $CLUSTERENV_WORKER, "
-        "$SLURM_PROCID, $OMPI_COMM_WORLD_RANK, $PMI_RANK, $PBS_ARRAY_INDEX, $SGE_TASK_ID - 1 or $LSB_JOBINDEX - 1",
+        "$SLURM_PROCID, $OMPI_COMM_WORLD_RANK, $PMI_RANK, $PBS_ARRAY_INDEX, $JOB_COMPLETION_INDEX, $SGE_TASK_ID - 1 or "
+        "$LSB_JOBINDEX - 1",
     )
     worker.add_argument(
         "--cpus",
@@ -132,7 +135,20 @@ def _add_launch(commands: Any) -> None:
         choice.add_argument(
             "--ticket", type=Path, metavar="FILE", help="start workers for the head that wrote this, until they end"
         )
-        kind.set_defaults(run=_run_launch, launcher=name)
+        if recipe is KubernetesLauncher:
+            choice.add_argument(
+                "--head",
+                type=Path,
+                metavar="SCRIPT",
+                help="print a Job that runs a script as a head in the cluster, with the rights it needs, for kubectl "
+                "apply",
+            )
+            kind.add_argument(
+                "--indexed-job",
+                action="store_true",
+                help="print one Job of all workers and the Secret with their ticket, for kubectl apply",
+            )
+        kind.set_defaults(run=_run_launch, launcher=name, head=None, indexed_job=False)
 
 
 def _run_launch(arguments: argparse.Namespace) -> int:
@@ -140,6 +156,13 @@ def _run_launch(arguments: argparse.Namespace) -> int:
 
     launcher = make_launcher(LAUNCHERS[arguments.launcher][0], arguments)
     num_workers = _count_workers(arguments, launcher)
+    if arguments.head is not None:
+        print(launcher.render_head(arguments.head))
+        return 0
+    if arguments.indexed_job:
+        ticket = None if arguments.dry_run else read_ticket(arguments.ticket)
+        print(launcher.render_indexed_job(num_workers, ticket))
+        return 0
     if arguments.dry_run:
         print(launcher.render(num_workers))
         return 0
@@ -174,10 +197,13 @@ def _add_doctor(commands: Any) -> None:
     kinds = doctor.add_subparsers(required=True, metavar="LAUNCHER")
     for name, (recipe, text) in LAUNCHERS.items():
         kind = kinds.add_parser(name, help=text, description=f"Check {text}.")
-        add_options(kind, recipe)
+        add_options(kind, recipe, env="variable")
         _add_num_workers(kind)
         kind.add_argument(
-            "--env", metavar="ID", help="an environment that must work there: CartPole-v1, or my_module:MyEnv-v0"
+            "--env",
+            dest="env_id",
+            metavar="ID",
+            help="an environment that must work there: CartPole-v1, or my_module:MyEnv-v0",
         )
         kind.add_argument("--listen", metavar="ADDRESS", help="as ClusterEnv(network=Network(listen=...))")
         kind.add_argument("--advertise", metavar="ADDRESS", help="as ClusterEnv(network=Network(advertise=...))")
@@ -199,7 +225,7 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     for finding in examine(
         launcher,
         _count_workers(arguments, launcher),
-        env_id=arguments.env,
+        env_id=arguments.env_id,
         addresses=(arguments.listen, arguments.advertise),
         join_s=arguments.timeout,
     ):
@@ -227,8 +253,14 @@ def _count_workers(arguments: argparse.Namespace, launcher: Any) -> int:
     return int(arguments.num_workers or launcher.suggested_workers or usable_cores())
 
 
-def add_options(parser: argparse.ArgumentParser, recipe: Recipe) -> None:
-    """Give the parser an option for each field of a launcher, `--log-dir` for `log_dir`: what it can do, this can."""
+def add_options(parser: argparse.ArgumentParser, recipe: Recipe, **others: str) -> None:
+    """Give the parser an option for each field of a launcher, `--log-dir` for `log_dir`: what it can do, this can.
+
+    Args:
+        parser: For the command.
+        recipe: The launcher's class.
+        others: Other names for options, where the command has one of the field's name itself.
+    """
     hints = typing.get_type_hints(recipe)
     texts = _attribute_texts(recipe)
     for field in dataclasses.fields(recipe):  # type: ignore[arg-type]  # every launcher is a dataclass
@@ -237,7 +269,7 @@ def add_options(parser: argparse.ArgumentParser, recipe: Recipe) -> None:
         settings: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
         if bool in kinds:
             settings |= {"action": argparse.BooleanOptionalAction}
-        elif Mapping in kinds:
+        elif Mapping in kinds and str not in kinds:  # A text in its place is the path of a file.
             values = "NAME[=VALUE]" if Sequence in kinds else "NAME=VALUE"
             settings |= {"action": "extend", "nargs": "+", "metavar": values}
             text += " One or more."
@@ -247,7 +279,8 @@ def add_options(parser: argparse.ArgumentParser, recipe: Recipe) -> None:
         else:
             settings |= {"type": _scalar(kinds), "metavar": _scalar(kinds).__name__.upper().replace("STR", "TEXT")}
         is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        parser.add_argument(f"--{field.name.replace('_', '-')}", help=text, required=is_required, **settings)
+        name = others.get(field.name, field.name).replace("_", "-")
+        parser.add_argument(f"--{name}", help=text, required=is_required, **settings)
 
 
 def make_launcher(recipe: Recipe, arguments: argparse.Namespace) -> Any:
@@ -263,7 +296,7 @@ def make_launcher(recipe: Recipe, arguments: argparse.Namespace) -> Any:
             continue
         value = getattr(arguments, field.name)
         kinds = _kinds(hints[field.name])
-        if Mapping in kinds and (Sequence not in kinds or any("=" in item for item in value)):
+        if Mapping in kinds and str not in kinds and (Sequence not in kinds or any("=" in item for item in value)):
             value = dict(_read_pair(item, hints[field.name], field.name) for item in value)
         settings[field.name] = value
     return recipe(**settings)

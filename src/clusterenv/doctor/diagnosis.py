@@ -43,6 +43,25 @@ _SIGNS = [
         "Log in once by hand with `ssh`, compare the key it shows, and accept it.",
     ),
     (
+        r"You lack rights in namespace|You may not \w+ \S+ in namespace",
+        "start",
+        "Have the Role of docs/kubernetes.md bound to you; `clusterenv launch kubernetes --head SCRIPT` prints it.",
+    ),
+    (
+        r"There is no cluster|The cluster at \S+ (cannot be reached|does not accept)|[Tt]he kubeconfig",
+        "start",
+        "Make `kubectl get pods` work first; --context chooses among clusters.",
+    ),
+    (r"its image cannot be pulled", "start", "Push the image, and let the nodes pull it: --image-pull-secrets."),
+    (r"Its image has no clusterenv", "python", "Build the image with clusterenv: docs/kubernetes.md has a Dockerfile."),
+    (
+        r"(nobody listens at|cannot be reached from)(.|\n)*The events of Pod",
+        "reach",
+        "Pods cannot reach this machine. Run the head in the cluster: `clusterenv launch kubernetes --image IMAGE "
+        "--head SCRIPT | kubectl apply -f -`. Or give --listen an address of this machine in the cluster's network (a "
+        "VPN's), --advertise the one that Pods see, and let the port through any firewall.",
+    ),
+    (
         r"ssh could not connect to (\S+?),",
         "start",
         r"Try `ssh -o BatchMode=yes \1 true` until it works without a password or a question.",

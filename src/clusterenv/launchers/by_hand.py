@@ -27,6 +27,7 @@ _INDEX_VARIABLES = {
     "OMPI_COMM_WORLD_RANK": 0,
     "PMI_RANK": 0,
     "PBS_ARRAY_INDEX": 0,
+    "JOB_COMPLETION_INDEX": 0,
     "SGE_TASK_ID": 1,
     "LSB_JOBINDEX": 1,
 }
@@ -126,7 +127,7 @@ def read_ticket(file: Path) -> Ticket:
             f"The ticket file {file} cannot be read: {error.strerror}. The head writes it when it starts, and "
             "removes it when it ends."
         ) from error
-    if stat.S_ISREG(state.st_mode) and state.st_mode & 0o077:
+    if stat.S_ISREG(state.st_mode) and state.st_mode & 0o077 and not _is_secret_volume(file.parent):
         raise ConfigError(
             f"The ticket file {file} can be used by others (its mode is {stat.S_IMODE(state.st_mode):04o}): whoever "
             f"has it can pose as a worker. Protect it: chmod 600 {shlex.quote(str(file))}"
@@ -152,6 +153,14 @@ def find_index(variables: Mapping[str, str]) -> int:
         "Which worker is this? Give --index: 0 for the first, 1 for the second and so on, each once; or set one of "
         f"{', '.join(_INDEX_VARIABLES)}."
     )
+
+
+def _is_secret_volume(directory: Path) -> bool:
+    """Whether Kubernetes has mounted a Secret there: its modes are for the users of one container.
+
+    A kubelet replaces all files of such a volume at once, by a link of this name.
+    """
+    return (directory / "..data").is_symlink()
 
 
 def _write_ticket(ticket: Ticket, file: Path) -> Path:

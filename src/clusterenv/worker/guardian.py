@@ -359,7 +359,8 @@ def _end_as(status: int) -> NoReturn:
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-    os._exit(os.waitstatus_to_exitcode(status) % 256)
+        os._exit(128 + number)  # The first process of a container cannot be killed from within: as a shell says it.
+    os._exit(os.waitstatus_to_exitcode(status))
 
 
 def _prctl(option: int, value: int | bytes) -> None:

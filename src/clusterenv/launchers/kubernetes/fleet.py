@@ -1,0 +1,286 @@
+"""KubernetesFleet: the Pods of a run, as the client beside the head tells of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from clusterenv.errors import LaunchError
+from clusterenv.launchers.kubernetes.messages import (
+    AskTail,
+    Plan,
+    Refused,
+    Reply,
+    Report,
+    Request,
+    Restart,
+    Started,
+    Stop,
+    Stopped,
+    Tail,
+    Takeover,
+    decode_reply,
+    encode,
+)
+from clusterenv.launchers.processes import WorkerLog, describe_exit, make_run_dir, uninterrupted, wait_for
+
+log = logging.getLogger(__name__)
+
+_START_S = 60.0
+_TAIL_S = 2.5  # Errors had better come without a log than late: its node may be cut off.
+_REMOVE_S = 30.0  # More than the client needs to remove everything, also of nodes that do not answer.
+_MAX_CLIENTS = 5
+_MAX_TEXTS = 3
+_READ_BYTES = 1 << 16
+
+
+class KubernetesFleet:
+    """Workers that are Pods."""
+
+    ends_predecessors = False  # A node that is cut off cannot be asked.
+
+    def __init__(self, plan: Plan, log_dir: str | Path | None) -> None:
+        """Have the Pods created.
+
+        Raises:
+            LaunchError: The cluster refuses, in its own words, or there is none; or logs cannot be written.
+        """
+        self._plan = plan
+        self._num_workers = len(plan.pods)
+        self._reports: dict[int, Report] = {}
+        self._incarnations = [0] * self._num_workers
+        self._tails: dict[int, str] = {}
+        self._anchor_uid = ""
+        self._refusal = ""
+        self._left: str | None = None
+        self._num_clients = 0
+        self._client: _Client | None = None
+        self._is_stopping = False
+        self._began_at = time.monotonic()
+        try:
+            if (run_dir := make_run_dir(log_dir)) is not None:
+                for worker_index in range(self._num_workers):
+                    WorkerLog(run_dir, f"worker-{worker_index}").close()
+                self._plan = msgspec.structs.replace(plan, log_dir=str(run_dir))
+            with uninterrupted():
+                self._client = _Client(self._plan)
+            self._await(lambda: bool(self._anchor_uid or self._refusal), _START_S)
+            if not self._anchor_uid:
+                why = self._refusal or self._describe_client()
+                raise LaunchError(f"The workers cannot be started on Kubernetes. {why}")
+        except BaseException:
+            self.stop(0.0)
+            raise
+
+    def exits(self) -> dict[int, str]:
+        """Return how each worker that has ended, ended, and what Kubernetes says about it."""
+        self._look()
+        return {index: report.text for index, report in sorted(self._reports.items()) if report.kind == "ended"}
+
+    def status(self) -> str:
+        """Say how many workers run, and what the others wait for."""
+        self._look()
+        waits: dict[str, list[int]] = {}
+        for worker_index in range(self._num_workers):
+            report = self._reports.get(worker_index)
+            if report is None or report.kind == "waiting":
+                text = "its Pod is being created" if report is None else report.text
+                waits.setdefault(text, []).append(worker_index)
+        if not waits:
+            return ""
+        num_running = sum(report.kind == "running" for report in self._reports.values())
+        parts = [f"{num_running} of {self._num_workers} workers running"]
+        for text, indices in list(waits.items())[:_MAX_TEXTS]:
+            names = f"worker {indices[0]}" if len(indices) == 1 else f"workers {_list(indices)}"
+            parts.append(f"{names}: {text}")
+        return "; ".join(parts)
+
+    def log_tail(self, worker_index: int) -> str:
+        """Return the last lines a worker wrote, and the events of its Pod."""
+        report = self._reports.get(worker_index)
+        if report is not None and report.kind == "ended" and report.tail:
+            return report.tail
+        if not self._is_stopping:
+            self._tails.pop(worker_index, None)
+            self._send(AskTail(worker_index))
+            self._await(lambda: worker_index in self._tails, _TAIL_S)
+        return self._tails.get(worker_index, "")
+
+    def restart(self, worker_index: int) -> None:
+        """Have another Pod created for a worker; the old one is deleted."""
+        self._look()
+        with uninterrupted():
+            self._reports.pop(worker_index, None)
+            self._tails.pop(worker_index, None)
+            self._incarnations[worker_index] += 1
+            self._send(Restart(worker_index))
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait this long for the workers to end on their own, then have everything removed."""
+        if self._client is None:
+            return
+        self._is_stopping = True
+        self._send(Stop(timeout_s))
+        self._await(lambda: self._left is not None, timeout_s + _REMOVE_S)
+        if self._left is None or self._left:
+            log.warning(
+                "could not remove everything from the cluster (%s); Kubernetes does within %d s",
+                self._left or self._describe_client(),
+                self._plan.lease_s,
+            )
+        with uninterrupted():
+            self._client.close()
+            self._client = None
+
+    def _look(self) -> None:
+        """Note what the client has told. Never waits."""
+        if self._client is None:
+            return
+        for reply in self._client.replies():
+            self._note(reply)
+        if self._client.has_ended and not self._is_stopping and self._anchor_uid:
+            if self._num_clients < _MAX_CLIENTS:
+                self._replace_client()
+            else:
+                self._give_up()
+
+    def _note(self, reply: Reply) -> None:
+        if isinstance(reply, Report):
+            if reply.incarnation == self._incarnations[reply.worker_index]:
+                self._reports[reply.worker_index] = reply
+        elif isinstance(reply, Tail):
+            self._tails[reply.worker_index] = reply.text
+        elif isinstance(reply, Started):
+            self._anchor_uid = reply.anchor_uid
+        elif isinstance(reply, Refused):
+            self._refusal = reply.reason
+        elif isinstance(reply, Stopped) and self._is_stopping:
+            self._left = reply.left
+
+    def _replace_client(self) -> None:
+        """Start another client, which finds the Pods as they are: they do not depend on it."""
+        assert self._client is not None, "it has ended"
+        log.warning("%s; another takes over", self._describe_client())
+        with uninterrupted():
+            self._client.close()
+            self._num_clients += 1
+            takeover = Takeover(self._anchor_uid, time.monotonic() - self._began_at, list(self._incarnations))
+            self._client = _Client(msgspec.structs.replace(self._plan, takeover=takeover))
+
+    def _give_up(self) -> None:
+        """Note that nobody can start the workers any more that are waited for."""
+        for worker_index, incarnation in enumerate(self._incarnations):
+            if worker_index not in self._reports:
+                text = f"could not be started: {self._refusal or self._describe_client()}"
+                self._reports[worker_index] = Report(worker_index, incarnation, "ended", text)
+
+    def _await(self, is_true: Callable[[], bool], timeout_s: float) -> None:
+        """Listen to the client until something is true, it ends, or time is up."""
+        deadline = time.monotonic() + timeout_s
+        self._look()
+        while not is_true() and self._client is not None and not self._client.has_ended:
+            if (left_s := deadline - time.monotonic()) <= 0.0:
+                return
+            self._client.wait(left_s)
+            self._look()
+
+    def _send(self, request: Request) -> None:
+        if self._client is not None:
+            self._client.send(request)
+
+    def _describe_client(self) -> str:
+        return "there is no Kubernetes client" if self._client is None else self._client.describe()
+
+
+class _Client:
+    """The process that talks to the cluster."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.has_ended = False
+        self._rest = b""
+        self._errors = WorkerLog(None, "client")
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "clusterenv.launchers.kubernetes.client"],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors.file,
+                process_group=0,  # Ctrl-C is for the head, which then has everything removed.
+            )
+        except OSError as error:
+            self._errors.close()
+            raise LaunchError(f"The Kubernetes client cannot be started: {error}.") from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        os.set_blocking(self._stdout.fileno(), False)
+        self._send(encode(plan))
+
+    def send(self, request: Request) -> None:
+        """Ask for something. The pipe holds a thousand requests, and the client always reads."""
+        self._send(encode(request))
+
+    def replies(self) -> list[Reply]:
+        """Return what it has said since. Never waits."""
+        lines: list[bytes] = []
+        while not self.has_ended:
+            try:
+                data = os.read(self._stdout.fileno(), _READ_BYTES)
+            except BlockingIOError:
+                break
+            self.has_ended = not data
+            *more, self._rest = (self._rest + data).split(b"\n")
+            lines += more
+        return [decode_reply(line) for line in lines]
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until it says something, or time is up."""
+        poll = select.poll()
+        poll.register(self._stdout, select.POLLIN)
+        poll.poll(timeout_s * 1000)
+
+    def describe(self) -> str:
+        """Say how it is doing."""
+        if not self.has_ended:
+            return "The cluster has not answered in time"
+        wait_for(self._process, time.monotonic() + 1.0)
+        how = "is ending" if self._process.returncode is None else f"ended ({describe_exit(self._process.returncode)})"
+        return f"the Kubernetes client {how}: {self._errors.tail()}".rstrip(": ")
+
+    def close(self) -> None:
+        """End it; what it has not removed by now, Kubernetes does."""
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+        if not wait_for(self._process, time.monotonic() + 1.0):
+            self._process.kill()
+            self._process.wait()
+        self._stdout.close()
+        self._errors.close()
+
+    def _send(self, line: bytes) -> None:
+        with uninterrupted(), contextlib.suppress(OSError):  # If it has ended, that is seen elsewhere.
+            self._stdin.write(line)
+            self._stdin.flush()
+
+
+def _list(indices: list[int]) -> str:
+    """Write numbers as people do: "2, 3, 5 to 9"."""
+    groups: list[list[int]] = []
+    for index in indices:
+        if groups and index == groups[-1][-1] + 1:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    texts = [", ".join(map(str, group)) if len(group) < 3 else f"{group[0]} to {group[-1]}" for group in groups]
+    return ", ".join(texts)

@@ -1,0 +1,341 @@
+"""Manifests: the objects of a run, as they are sent to the API server or printed for `kubectl apply`."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterenv.config import thread_variables
+from clusterenv.errors import ConfigError
+from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE
+
+Manifest = dict[str, Any]
+
+RUN_LABEL = "clusterenv/run"
+WORKER_LABEL = "clusterenv/worker"
+CONTAINER = "worker"
+
+# All that a head does in its namespace. The client checks these before it begins, and docs/kubernetes.md shows them.
+RIGHTS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("", "pods"): ("create", "list", "watch", "delete"),
+    ("", "pods/log"): ("get",),
+    ("", "secrets"): ("create", "delete"),
+    ("", "events"): ("list",),
+    ("batch", "jobs"): ("create", "patch", "delete"),
+}
+
+_TICKET_KEY = "ticket"
+_NO_TICKET = "THE-TICKET-OF-THE-RUN"
+_TICKET_DIR = "/etc/clusterenv"
+_SCRIPT_DIR = "/clusterenv"
+_HEAD = "clusterenv-head"
+_HEAD_KEPT_S = 86400  # A head's Pod holds its log.
+_WORKERS_KEPT_S = 600
+_SCRIPT_BYTES = 1 << 20  # What etcd takes.
+_MODE = 0o444  # Within the container, which may run as anybody; outside only the node's root can see it.
+
+# For the first process of a container, which the kernel lets ignore what it does not wait for. An anchor that is asked
+# to go, as by a drained node, has failed: one that succeeds would end the run.
+_WAIT_FOR_THE_END = (
+    "import signal as s; s.pthread_sigmask(s.SIG_BLOCK, [s.SIGTERM]); s.sigwait([s.SIGTERM]); raise SystemExit(1)"
+)
+_LITTLE = {"cpu": "10m", "memory": "32Mi"}
+_NOT_FOR_ANCHORS = ("containers", "initContainers", "volumes")
+_MAX_ANCHORS = 1000
+
+# Lists whose items have names.
+_KEYS = {
+    "containers": "name",
+    "env": "name",
+    "volumes": "name",
+    "imagePullSecrets": "name",
+    "volumeMounts": "mountPath",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a `KubernetesLauncher` says about each Pod, checked."""
+
+    image: str
+    namespace: str | None
+    cpus: int | float
+    memory: str
+    gpus: int
+    env: dict[str, str]
+    labels: dict[str, str]
+    node_selector: dict[str, str]
+    tolerations: list[dict[str, Any]]
+    service_account: str | None
+    image_pull_secrets: list[str]
+    priority_class: str | None
+    python: str
+    template: Mapping[str, Any]
+
+
+class Manifests:
+    """The objects of one run.
+
+    Attributes:
+        run: What tells its objects from another run's.
+    """
+
+    def __init__(self, recipe: Recipe, run: str) -> None:
+        self.run = run
+        self._recipe = recipe
+
+    @property
+    def name(self) -> str:
+        """Of the run's Job and Secret; a Pod's name goes on with the worker's index."""
+        return f"clusterenv-{self.run}"
+
+    def pod(self, worker_index: int) -> Manifest:
+        """Return the Pod of one worker."""
+        variables: list[Manifest] = [
+            {"name": TICKET_VARIABLE, "valueFrom": {"secretKeyRef": {"name": self.name, "key": _TICKET_KEY}}},
+            {"name": WORKER_VARIABLE, "value": str(worker_index)},
+        ]
+        command = [self._recipe.python, "-m", "clusterenv.worker"]
+        pod = self._pod_template(variables, command, {WORKER_LABEL: str(worker_index)})
+        pod["metadata"] |= self._named(f"{self.name}-{worker_index}")
+        return {"apiVersion": "v1", "kind": "Pod", **pod}
+
+    def secret(self, ticket: str | None) -> Manifest:
+        """Return the Secret that holds the ticket; without one, a text that says so."""
+        data = base64.b64encode((ticket or _NO_TICKET).encode()).decode()
+        return {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {**self._named(self.name), "labels": self._labels()},
+            "type": "Opaque",
+            "immutable": True,
+            "data": {_TICKET_KEY: data},
+        }
+
+    def anchor(self, lease_s: int) -> Manifest:
+        """Return the Job that owns the run's other objects.
+
+        The head moves its deadline on. Once that has passed, Kubernetes removes it and what it owns. Its Pod waits for
+        nothing but its end: a Job without one has no beginning, and its deadline never passes.
+        """
+        pod = self._pod_template([], [self._recipe.python, "-IS", "-c", _WAIT_FOR_THE_END], {})
+        (worker,) = (each for each in pod["spec"]["containers"] if each["name"] == CONTAINER)
+        container = {name: worker[name] for name in ("image", "command", "env", "securityContext") if name in worker}
+        container |= {"name": "anchor", "resources": {"requests": _LITTLE, "limits": {"memory": _LITTLE["memory"]}}}
+        spec = {name: value for name, value in pod["spec"].items() if name not in _NOT_FOR_ANCHORS}
+        pod = {"metadata": {"labels": self._labels()}, "spec": spec | {"containers": [container]}}
+        return {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {**self._named(self.name), "labels": self._labels()},
+            "spec": {
+                "activeDeadlineSeconds": lease_s,
+                "ttlSecondsAfterFinished": 0,
+                "backoffLimit": _MAX_ANCHORS,
+                "template": pod,
+            },
+        }
+
+    def indexed_job(self, num_workers: int) -> Manifest:
+        """Return a Job whose Pods are the workers of a head that waits for them."""
+        recipe = self._recipe
+        command = [recipe.python, "-m", "clusterenv", "worker", "--ticket", f"{_TICKET_DIR}/{_TICKET_KEY}"]
+        command += ["--cpus", str(_threads(recipe.cpus))]
+        pod = self._pod_template([], command, {})
+        volume = {"name": "clusterenv-ticket", "secret": {"secretName": self.name, "defaultMode": _MODE}}
+        mount = {"name": "clusterenv-ticket", "mountPath": _TICKET_DIR, "readOnly": True}
+        spec = {"volumes": [volume], "containers": [{"name": CONTAINER, "volumeMounts": [mount]}]}
+        return {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {**self._named(self.name), "labels": self._labels()},
+            "spec": {
+                "completionMode": "Indexed",
+                "completions": num_workers,
+                "parallelism": num_workers,
+                "backoffLimit": 3 * num_workers,
+                "ttlSecondsAfterFinished": _WORKERS_KEPT_S,
+                "template": merge(pod, {"spec": spec}),
+            },
+        }
+
+    def head(self, script: Path) -> list[Manifest]:
+        """Return a Job that runs a script with the rights of a head, and what it needs.
+
+        Raises:
+            ConfigError: The script cannot be read, or is too long.
+        """
+        try:
+            text = script.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"The script {script} cannot be read: {error}.") from error
+        if len(text.encode()) > _SCRIPT_BYTES // 2:
+            raise ConfigError(f"The script {script} is too long for a ConfigMap: build it into the image.")
+        stem = re.sub(r"[^a-z0-9]+", "-", script.stem.lower()).strip("-")[:40] or "head"
+        job = f"{stem}-{self.run}"
+        return [
+            {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": self._named(_HEAD)},
+            self.role(),
+            {
+                "apiVersion": "rbac.authorization.k8s.io/v1",
+                "kind": "RoleBinding",
+                "metadata": self._named(_HEAD),
+                "subjects": [{"kind": "ServiceAccount", **self._named(_HEAD)}],
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": _HEAD},
+            },
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._named(job), "data": {script.name: text}},
+            self._head_job(job, script.name),
+        ]
+
+    def role(self) -> Manifest:
+        """Return the least rights that a head needs in its namespace."""
+        rules = [
+            {"apiGroups": [group], "resources": [resource], "verbs": list(verbs)}
+            for (group, resource), verbs in RIGHTS.items()
+        ]
+        return {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "Role",
+            "metadata": self._named(_HEAD),
+            "rules": rules,
+        }
+
+    def _head_job(self, name: str, script: str) -> Manifest:
+        recipe = self._recipe
+        variables = {"PYTHONUNBUFFERED": "1"} | recipe.env
+        container = {
+            "name": "head",
+            "image": recipe.image,
+            "command": [recipe.python, f"{_SCRIPT_DIR}/{script}"],
+            "env": [{"name": name, "value": value} for name, value in variables.items()],
+            "volumeMounts": [{"name": "script", "mountPath": _SCRIPT_DIR, "readOnly": True}],
+        }
+        spec = {
+            "restartPolicy": "Never",
+            "serviceAccountName": _HEAD,
+            "containers": [container],
+            "volumes": [{"name": "script", "configMap": {"name": name}}],
+        }
+        if recipe.image_pull_secrets:
+            spec["imagePullSecrets"] = [{"name": each} for each in recipe.image_pull_secrets]
+        return {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {**self._named(name), "labels": {"app.kubernetes.io/name": "clusterenv"}},
+            "spec": {
+                "backoffLimit": 0,
+                "ttlSecondsAfterFinished": _HEAD_KEPT_S,
+                "template": {"metadata": {"labels": {"app.kubernetes.io/name": "clusterenv"}}, "spec": spec},
+            },
+        }
+
+    def _pod_template(self, variables: list[Manifest], command: list[str], labels: dict[str, str]) -> Manifest:
+        recipe = self._recipe
+        common = {**thread_variables(_threads(recipe.cpus)), "PYTHONUNBUFFERED": "1"} | recipe.env
+        requests: Manifest = {"cpu": f"{round(recipe.cpus * 1000)}m" if recipe.cpus % 1 else str(int(recipe.cpus))}
+        requests["memory"] = recipe.memory
+        limits = {"memory": recipe.memory} | ({"nvidia.com/gpu": recipe.gpus} if recipe.gpus else {})
+        container = {
+            "name": CONTAINER,
+            "image": recipe.image,
+            "command": command,
+            "env": [*({"name": name, "value": value} for name, value in common.items()), *variables],
+            "resources": {"requests": requests, "limits": limits},
+        }
+        spec: Manifest = {
+            "restartPolicy": "Never",
+            "nodeSelector": recipe.node_selector,
+            "tolerations": recipe.tolerations,
+            "serviceAccountName": recipe.service_account,
+            "imagePullSecrets": [{"name": name} for name in recipe.image_pull_secrets],
+            "priorityClassName": recipe.priority_class,
+            "containers": [container],
+        }
+        ours = {"metadata": {"labels": self._labels() | recipe.labels | labels}, "spec": _without_empty(spec)}
+        # What is in neither: a worker has no business with the cluster, nor with its Services' addresses.
+        apart = {"automountServiceAccountToken": recipe.service_account is not None, "enableServiceLinks": False}
+        theirs = {part: recipe.template.get(part) or {} for part in ("metadata", "spec")}
+        theirs["metadata"] = {
+            part: value for part, value in theirs["metadata"].items() if part in ("labels", "annotations")
+        }
+        pod: Manifest = merge(merge({"spec": apart}, theirs), ours)
+        for container in pod["spec"]["containers"]:
+            if container["name"] == CONTAINER:
+                container.pop("args", None)  # Of the template: they belong to a command that is not run.
+        return pod
+
+    def _labels(self) -> dict[str, str]:
+        return {"app.kubernetes.io/name": "clusterenv", RUN_LABEL: self.run}
+
+    def _named(self, name: str) -> Manifest:
+        return {"name": name, **self._space()}
+
+    def _space(self) -> dict[str, str]:
+        return {} if self._recipe.namespace is None else {"namespace": self._recipe.namespace}
+
+
+def merge(under: Any, over: Any, key: str = "") -> Any:
+    """Lay one part of a manifest over another: mappings entry by entry, lists behind each other, else the upper one.
+
+    Of items of the same name (variables, volumes) the upper one stays, and containers are laid over each other.
+    """
+    if isinstance(under, Mapping) and isinstance(over, Mapping):
+        both = {name: merge(under[name], over[name], name) for name in under if name in over}
+        return {**under, **over, **both}
+    if key == "command" or not (_is_list(under) and _is_list(over)):
+        return over
+    if key not in _KEYS:
+        return [*under, *(item for item in over if item not in under)]
+    name = _KEYS[key]
+    named = {item.get(name): item for item in under}
+    for item in over:
+        named[item[name]] = merge(named.get(item[name], {}), item) if key == "containers" else item
+    return list(named.values())
+
+
+def dump(*objects: Manifest) -> str:
+    """Write objects as one YAML stream."""
+    yaml = _import_yaml()
+    return str(yaml.safe_dump_all(objects, sort_keys=False, default_flow_style=False, width=120)).rstrip()
+
+
+def load(path: Path) -> Any:
+    """Read a YAML file.
+
+    Raises:
+        ConfigError: There is none, or it is not YAML.
+    """
+    yaml = _import_yaml()
+    try:
+        return yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+
+
+def _import_yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(
+            "KubernetesLauncher reads and writes YAML, and PyYAML is not installed here: "
+            "pip install 'clusterenv[kubernetes]'"
+        ) from error
+    return yaml
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _threads(cpus: int | float) -> int:
+    return max(1, int(cpus))
+
+
+def _without_empty(spec: Manifest) -> Manifest:
+    return {name: value for name, value in spec.items() if value not in (None, [], {})}
