@@ -106,10 +106,12 @@ def test_the_page_has_the_same_table() -> None:
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_only_adapters_import_a_framework(path: Path) -> None:
-    if name_of(path).startswith("adapters."):
+def test_only_adapters_and_a_launcher_of_that_name_import_a_framework(path: Path) -> None:
+    name = name_of(path)
+    if name.startswith("adapters."):
         return
-    assert not {target.split(".")[0] for target in imports_of(path)} & FRAMEWORKS
+    used = {target.split(".")[0] for target in imports_of(path)} & FRAMEWORKS
+    assert all(name.startswith(f"launchers.{framework}") for framework in used)
 
 
 @pytest.mark.parametrize("name", HEAD)

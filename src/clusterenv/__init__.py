@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from clusterenv.head.supervisor import Loss
     from clusterenv.launchers.by_hand import ByHandLauncher
     from clusterenv.launchers.local import LocalLauncher
+    from clusterenv.launchers.ray import RayLauncher
     from clusterenv.launchers.slurm import SlurmLauncher
     from clusterenv.launchers.ssh import SSHLauncher
     from clusterenv.policy.policy import BasePolicy, Decision, Policy
@@ -38,6 +39,7 @@ __all__ = [
     "NeverSync",
     "PeriodicSync",
     "Policy",
+    "RayLauncher",
     "RemoteObject",
     "Rollout",
     "SSHLauncher",
@@ -66,6 +68,7 @@ _HOMES = {
     "NeverSync": "policy.sync",
     "PeriodicSync": "policy.sync",
     "Policy": "policy.policy",
+    "RayLauncher": "launchers.ray",
     "RemoteObject": "wire.values",
     "Rollout": "rollout",
     "SSHLauncher": "launchers.ssh",

@@ -6,6 +6,10 @@ Launchers say of each worker what it gets by the same names: `cpus` (and as many
 
 from __future__ import annotations
 
+import getpass
+import re
+import sys
+from pathlib import Path
 from typing import Protocol
 
 from clusterenv.wire.ticket import Ticket
@@ -75,3 +79,23 @@ class Launcher(Protocol):
 
     def render(self, num_workers: int) -> str:
         """Show what `launch` would run, as a person would type it; without the ticket."""
+
+
+def run_labels() -> dict[str, str]:
+    """Return whose run this is, for the names, comments and labels by which a cluster shows its jobs.
+
+    Returns:
+        `run`, after the script, and `user`; short, and of letters, digits and dashes, as every cluster takes them.
+    """
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # A user id without a name, as in many containers.
+        user = ""
+    script = Path(sys.argv[0]).stem if sys.argv else ""
+    if script == "__main__":  # python -m package
+        script = Path(sys.argv[0]).parent.name
+    return {"run": _label(script) or "python", "user": _label(user) or "unknown"}
+
+
+def _label(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
