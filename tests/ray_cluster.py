@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ import pytest
 
 from clusterenv import RayLauncher
 from tests.conftest import MARK, wait_until_gone
+from tests.hosts import Host
 
-Command = Callable[..., list[str]]
 _START_S = 60.0
 # Ports that Ray would take wherever it is: several clusters may be on this machine.
 _PORTS = ("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0")
@@ -47,35 +47,42 @@ class RayCluster:
             "RAY_TMPDIR": str(self.directory),
         }
         self.address = ""
-        self._nodes: list[subprocess.Popen[bytes]] = []
+        self._nodes: list[tuple[subprocess.Popen[bytes], Host | None]] = []
 
-    def start_head(self, *options: str, host: str = "127.0.0.1", command: Command = lambda *words: list(words)) -> None:
-        """Start the first node, on this host."""
-        self._start(command, "--head", "--port=0", f"--node-ip-address={host}", *options)
-        file = self.directory / "ray" / "ray_current_cluster"
-        ends_at = time.monotonic() + _START_S
-        while not file.exists() or not (address := file.read_text().strip()):
-            self._check(ends_at)
-        self.address = address
+    def start_head(self, *options: str, host: Host | None = None) -> None:
+        """Start the first node, on a host or this machine, and wait until it is up."""
+        self._start(host, "--head", "--port=0", "--include-dashboard=false", *options)
+        self._await_up()
+        self.address = (self.directory / "ray" / "ray_current_cluster").read_text().strip()
 
-    def add_node(self, *options: str, host: str, command: Command = lambda *words: list(words)) -> int:
-        """Start another node, which joins the first; returns its number."""
-        self._start(command, f"--address={self.address}", f"--node-ip-address={host}", *options)
-        return len(self._nodes) - 1
+    def add_node(self, *options: str, host: Host, waits: bool = True) -> None:
+        """Start another node, which joins the first."""
+        self._start(host, f"--address={self.address}", *options)
+        if waits:
+            self._await_up()
 
-    def kill_node(self, number: int) -> None:
-        """Kill all processes of a node at once, as if its machine had lost its power."""
-        group = self._nodes[number].pid
-        os.killpg(group, signal.SIGKILL)
-        for pid in _session_of(group):
+    def kill_node(self, host: Host) -> None:
+        """Kill all that runs on a host, as if it had lost its power."""
+        command = ["ip", "netns", "pids", host.namespace]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for pid in map(int, found.split()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._nodes[number].wait()
+        for node, place in self._nodes:
+            if place is host:
+                node.wait()
 
-    def stop_node(self, number: int) -> None:
-        """Stop a node as `ray stop` does: SIGTERM to its processes."""
-        self._nodes[number].terminate()
-        self._nodes[number].wait(_START_S)
+    def stop(self) -> None:
+        """Stop all nodes as `ray stop` does: SIGTERM to their processes; then insist."""
+        for node, _ in self._nodes:
+            left = _session_of(node.pid) if node.poll() is None else []
+            node.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.wait(10.0)
+            node.kill()
+            node.wait()
+            for pid in wait_until_gone(left, 5.0):
+                os.kill(pid, signal.SIGKILL)
 
     def launcher(self, **settings: Any) -> RayLauncher:
         """Return a launcher for it, whose actors carry the mark of the test."""
@@ -83,38 +90,38 @@ class RayCluster:
         return RayLauncher(**{"address": self.address, "runtime_env": {"env_vars": variables}, **settings})
 
     def close(self) -> None:
-        """End it."""
-        for number, node in enumerate(self._nodes):
-            if node.poll() is None:
-                left = _session_of(node.pid)
-                node.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    node.wait(10.0)
-                if node.poll() is None:
-                    self.kill_node(number)
-                for pid in wait_until_gone(left, 5.0):
-                    os.kill(pid, signal.SIGKILL)
+        """End it, and remove its directory."""
+        self.stop()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _start(self, command: Command, *options: str) -> None:
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--include-dashboard=false"]
-        ray += ["--disable-usage-stats", "--object-store-memory=100000000", *_PORTS, *options]
-        if "--head" not in options:
-            ray.remove("--include-dashboard=false")
-        with (self.directory / f"node-{len(self._nodes)}.log").open("wb") as log:
-            self._nodes.append(
-                subprocess.Popen(
-                    command(*ray), env=os.environ | self.variables, stdout=log, stderr=log, start_new_session=True
-                )
-            )
+    @property
+    def _log(self) -> Path:
+        return self.directory / f"node-{len(self._nodes)}.log"
 
-    def _check(self, ends_at: float) -> None:
-        node = self._nodes[-1]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            node.wait(0.05)
-        log = self.directory / f"node-{len(self._nodes) - 1}.log"
-        assert node.poll() is None, log.read_text()
-        assert time.monotonic() < ends_at, log.read_text()
+    def _start(self, host: Host | None, *options: str) -> None:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        command += ["--object-store-memory=100000000", *_PORTS, *options]
+        command += [f"--node-ip-address={'127.0.0.1' if host is None else host.address}"]
+        environment = os.environ | self.variables
+        environment.pop(MARK, None)  # It outlives the test.
+        with (self.directory / f"node-{len(self._nodes) + 1}.log").open("wb") as log:
+            node = subprocess.Popen(
+                command if host is None else host.command(*command),
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._nodes.append((node, host))
+
+    def _await_up(self) -> None:
+        node, _ = self._nodes[-1]
+        ends_at = time.monotonic() + _START_S
+        while "Ray runtime started" not in self._log.read_text():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.wait(0.05)
+            assert node.poll() is None, self._log.read_text()
+            assert time.monotonic() < ends_at, self._log.read_text()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 
 _END_S = 12.0  # What the driver needs to end workers that hang, and its connection.
 _PLACEMENTS = ("SPREAD", "DEFAULT")
+_ADDRESS = re.compile(r"^(?!\w+://).+:\d+$")  # Not `ray://`: whoever needs that is outside, where no worker finds him.
 # Of Ray's own names for resources, those that have a field.
 _TAKEN = {"CPU": "cpus", "GPU": "gpus"}
 
@@ -69,7 +71,7 @@ class RayLauncher:
             raise ConfigError(f"RayLauncher.resources may not have {name!r}: use RayLauncher({_TAKEN[name]}=...).")
         if self.placement not in _PLACEMENTS:
             raise ConfigError(f"RayLauncher.placement must be one of {_PLACEMENTS}, got {self.placement!r}.")
-        if not isinstance(self.address, str) or not self.address or self.address.startswith("ray://"):
+        if self.address not in ("auto", "local") and not _ADDRESS.match(str(self.address)):
             raise ConfigError(
                 f"RayLauncher.address must be 'auto', 'local' or HOST:PORT of the cluster's head node, got "
                 f"{self.address!r}. From outside a cluster, submit the script as a Ray job: workers must reach it."
@@ -92,8 +94,7 @@ class RayLauncher:
     @property
     def route_to(self) -> str:
         """The cluster's head node, if it is known before anybody asks there, else this machine."""
-        address = _find_address() if self.address == "auto" else self.address
-        return address.rpartition(":")[0].strip("[]") or "127.0.0.1"
+        return self._find_address()[0].rpartition(":")[0].strip("[]") or "127.0.0.1"
 
     def launch(self, ticket: Ticket, num_workers: int) -> RayFleet:
         """Start connecting to the cluster and return at once.
@@ -122,6 +123,18 @@ class RayLauncher:
     def _threads(self) -> int:
         return max(1, int(self.cpus))
 
+    def _find_address(self) -> tuple[str, bool]:
+        """Return which cluster is meant, and whether a new one on this machine does as well."""
+        if self.address != "auto":
+            return self.address, False
+        if address := _connected_to() or os.environ.get("RAY_ADDRESS", ""):
+            return address, False
+        # Where Ray writes which cluster this machine is in. One that has not been stopped in order leaves it behind.
+        temporary = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
+        with contextlib.suppress(OSError):
+            return (temporary / "ray" / "ray_current_cluster").read_text().strip() or "auto", True
+        return "auto", True
+
     def _mapping(self, name: str) -> dict[str, Any]:
         value = getattr(self, name)
         if not isinstance(value, Mapping):
@@ -138,15 +151,18 @@ class RayLauncher:
 
     def _settings(self, ticket: Ticket, num_workers: int) -> dict[str, Any]:
         labels = run_labels()
+        address, may_be_local = self._find_address()
         needs = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
         local = {name: math.ceil(amount * num_workers) for name, amount in self.resources.items()}
         return {
-            "address": _own_address() or self.address if self.address == "auto" else self.address,
+            "address": address,
+            "may_be_local": may_be_local,
             "runtime_env": dict(self.runtime_env),
             "namespace": f"clusterenv-{labels['user']}-{labels['run']}-{os.getpid()}-{time.time_ns()}",
             "labels": {f"clusterenv_{name}": value for name, value in labels.items()},
             "options": self._options(),
             "needs": {name: amount for name, amount in needs.items() if amount},
+            # As many as the workers need: such a cluster is theirs alone, and there is nobody to wait for.
             "local": {"num_cpus": max(usable_cores(), math.ceil(self.cpus * num_workers)), "resources": local},
             "variables": {TICKET_VARIABLE: ticket.encode(), "PYTHONUNBUFFERED": "1"},
             "index_variable": WORKER_VARIABLE,
@@ -322,22 +338,10 @@ class RayFleet:
         )
 
 
-def _own_address() -> str:
-    """Return the address of the cluster that this very process has connected to, if it has."""
+def _connected_to() -> str:
+    """Return the address of the cluster that this very process is connected to, if it is."""
     ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return ""
-    return str(ray.get_runtime_context().gcs_address)
-
-
-def _find_address() -> str:
-    """Return the address that "auto" stands for, as Ray finds it; empty if there is no cluster."""
-    if address := _own_address() or os.environ.get("RAY_ADDRESS", ""):
-        return address
-    temporary = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
-    with contextlib.suppress(OSError):
-        return (temporary / "ray" / "ray_current_cluster").read_text().strip()
-    return ""
+    return str(ray.get_runtime_context().gcs_address) if ray is not None and ray.is_initialized() else ""
 
 
 def _own_path() -> list[str]:

@@ -28,7 +28,9 @@ from typing import Any, BinaryIO
 
 _FOLLOW_S = 10.0  # How long an actor waits for something to tell.
 _GATHER_S = 0.2  # How long it gathers what its worker prints before it tells that.
-_LOOK_S = 1.0  # How often to ask what actors wait for that Ray has not placed.
+_LOOK_S = 1.0  # How often to ask what actors wait for that Ray has not started.
+_PATIENCE_S = 3.0  # Before anybody hears of that: to start a process takes a while.
+_KNOCK_S = 3.0  # For anybody to open at the cluster's address. Ray itself would go on asking for minutes.
 _END_S = 10.0  # How long an actor may take to end its worker, before Ray is told to end the actor.
 _MAX_UNTOLD_BYTES = 1 << 20
 
@@ -122,6 +124,7 @@ class Held:
     def __init__(self, worker_index: int, actor: Any) -> None:
         self.worker_index = worker_index
         self.actor = actor
+        self.asked_at = time.monotonic()
         self.host = ""
         self.is_placed = False
         self.is_ending = False
@@ -141,10 +144,26 @@ class Driver:
         self._stop_at: float | None = None
         self._logs: list[BinaryIO] = [open(fd, "ab", buffering=0) for fd in settings["log_fds"]]  # noqa: SIM115
         self._said = ""
+        self._is_connected = False
 
     def run(self) -> None:
         """Do what the head asks until it says stop or is gone."""
+        import ray
+
         threading.Thread(target=self._listen, daemon=True).start()
+        try:
+            _connect(self._settings)
+        except Exception as error:  # noqa: BLE001 - Ray refuses in many ways; it is told
+            self._tell(fatal=_explain_connect(error, self._settings["address"]))
+            return
+        self._is_connected = True
+        self._tell(connected=True)
+        try:
+            self._serve()
+        finally:
+            ray.shutdown()
+
+    def _serve(self) -> None:
         look_at = 0.0
         while self._stop_at is None or (self._all and time.monotonic() < self._stop_at):
             with contextlib.suppress(queue.Empty):
@@ -260,10 +279,11 @@ class Driver:
                 self._end(held, patience_s)
 
     def _say_what_is_missing(self) -> None:
-        """Tell what actors wait for that Ray has not placed."""
+        """Tell what actors wait for that Ray has not started."""
         import ray
 
-        waiting = [held.worker_index for held in self._held.values() if not held.is_placed and held in self._all]
+        since = time.monotonic() - _PATIENCE_S
+        waiting = [held for held in self._all if not held.is_placed and not held.is_ending and held.asked_at < since]
         said = ""
         if waiting and self._stop_at is None:
             needs = self._settings["needs"]
@@ -271,12 +291,12 @@ class Driver:
                 total, free = ray.cluster_resources(), ray.available_resources()
             except Exception:  # noqa: BLE001 - the cluster does not answer; what it said last stands
                 return
-            there = ", ".join(f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name} free" for name in needs)
-            said = (
-                f"Ray has not placed worker {', '.join(map(str, sorted(waiting)))} yet: each needs "
-                f"{', '.join(f'{count:g} {name}' for name, count in needs.items()) or 'nothing'}, and its nodes have "
-                f"{there or 'room'}"
-            )
+            indices = ", ".join(str(held.worker_index) for held in sorted(waiting, key=lambda held: held.worker_index))
+            each = ", ".join(f"{count:g} {name}" for name, count in needs.items())
+            there = ", ".join(f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name}" for name in needs)
+            said = f"Ray has not started worker {indices} yet"
+            if each:
+                said += f": each needs {each}, and free on its nodes are {there}"
         if said != self._said:
             self._said = said
             self._tell(waits=said)
@@ -293,19 +313,7 @@ def main() -> int:
         with contextlib.suppress(BrokenPipeError):
             told.write(json.dumps(event) + "\n")
 
-    try:
-        _connect(settings)
-    except Exception as error:  # noqa: BLE001 - Ray refuses in many ways; it is told
-        tell(fatal=_explain_connect(error, settings["address"]))
-        return 1
-    import ray
-
-    driver = Driver(settings, tell)
-    tell(connected=True)
-    try:
-        driver.run()
-    finally:
-        ray.shutdown()
+    Driver(settings, tell).run()
     return 0
 
 
@@ -329,22 +337,37 @@ def _connect(settings: dict[str, Any]) -> None:
         "job_config": ray.job_config.JobConfig(metadata=settings["labels"]),
     }
     address = settings["address"]
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or "auto"
     if address != "local":
         try:
+            if address != "auto":
+                _knock(address, 0.0 if settings["may_be_local"] else _KNOCK_S)
             ray.init(address=address, **common)
             return
         except ConnectionError:
-            if address != "auto":
+            if not settings["may_be_local"]:
                 raise
-    # As many CPUs as the workers need: this cluster is theirs alone, and there is nobody to wait for.
     ray.init(address="local", include_dashboard=False, **settings["local"], **common)
 
 
+def _knock(address: str, patience_s: float) -> None:
+    """Find out whether anybody listens at an address, or begins to within some time.
+
+    Raises:
+        ConnectionError: Nobody does, or there is no such host.
+    """
+    host, _, port = address.rpartition(":")
+    ends_at = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _KNOCK_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > ends_at or isinstance(error, socket.gaierror):
+                raise ConnectionError(str(error)) from error
+        time.sleep(_GATHER_S)
+
+
 def _explain_connect(error: Exception, address: str) -> str:
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS", "auto")
     text = _first_lines(str(error))
     if "ersion mismatch" in text:
         return (
@@ -353,7 +376,7 @@ def _explain_connect(error: Exception, address: str) -> str:
         )
     if isinstance(error, ConnectionError):
         return (
-            f"no Ray cluster answers at {address}: {text}. See `ray status --address={address}`; "
+            f"no Ray cluster answers at {address} ({text}). See `ray status --address={address}`; "
             "RayLauncher(address=...) takes HOST:PORT of the head node, and 'local' starts a cluster here"
         )
     return f"Ray cannot be used at {address}: {type(error).__name__}: {text}"
