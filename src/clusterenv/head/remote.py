@@ -154,6 +154,7 @@ class Remote:
         self.on_adopted: Callable[[Worker, int], None] = lambda worker, version: None
         self.weights_now: Callable[[], tuple[int, Frames]] = lambda: (0, [])
         self.stream: StreamUser | None = None
+        calls.upkeep = self._do_upkeep
         self._fleet = fleet
         self._plan = plan
         self._owner_pid = os.getpid()
@@ -162,6 +163,7 @@ class Remote:
         self._memory: SharedMemory | None = None  # The bell and the step buffers.
         self._under_way: list[PendingCall] = []
         self._waits_for_late = True
+        self._said, self._said_at = "", 0.0
         self._is_uneven = False  # Whether workers may show different ones of the two step buffers.
         self._was_reset = False
         self._plain_buffer = 0
@@ -362,7 +364,7 @@ class Remote:
             WorkerLost: A worker is lost, and not replaced.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        started, said_at, said = time.monotonic(), time.monotonic(), ""
+        started = time.monotonic()
         while pending.waiting:
             self.raise_fatal(pending.waiting)
             left = _WAIT_S if deadline is None else deadline - time.monotonic()
@@ -372,8 +374,8 @@ class Remote:
                     raise self._timeout(list(pending.waiting), timeout_s)
                 break
             self.advance(left)
-            if any(worker.state is State.LATE for worker in pending.waiting):
-                said, said_at = self._say_who_is_missing(started, said, said_at)
+            if any(self._may_never_come(worker) for worker in pending.waiting):
+                self._await_missing(started)
         if pending in self._under_way:
             self._under_way.remove(pending)
 
@@ -543,6 +545,9 @@ class Remote:
                     self._lose(decision.worker, f"{decision.reason}. {log_of(self._fleet, decision.worker)}")
                 else:
                     self._prepare(decision)
+            if missing := self.supervisor.missing:
+                self._say_what_is_awaited(missing)
+            self._check_budget()
         return bool(events)
 
     def settle(self) -> None:
@@ -579,7 +584,7 @@ class Remote:
 
     @contextlib.contextmanager
     def without_late(self) -> Iterator[None]:
-        """Do not wait for workers that have not come yet: what is asked within is asked of the others."""
+        """Do not wait for workers that have not come yet, nor, if some are enough, for those that are to come back."""
         self._waits_for_late = False
         try:
             yield
@@ -598,6 +603,7 @@ class Remote:
             return  # A forked copy of the head must not end its parent's workers.
         self.stream = None
         self._under_way.clear()
+        self.supervisor.attendance.end(time.monotonic())
         self.calls.close(timeout_s, terminate=terminate)
         with self.calls.deferred:
             for memory in self._memories:
@@ -618,6 +624,10 @@ class Remote:
                 self._memories.remove(memory)
                 memory.close()
 
+    def _do_upkeep(self) -> None:
+        self._check_budget()
+        self.raise_fatal(self.workers)
+
     def _start(
         self,
         make: Make,
@@ -631,8 +641,11 @@ class Remote:
         is_same: bool = False,
         read: Callable[[PendingCall], Outcome] = lambda pending: Outcome({}, [], [], []),
     ) -> PendingCall:
-        if workers is None:
-            workers = [worker for worker in self.workers if self._waits_for_late or worker.has_served]
+        workers = self.workers if workers is None else workers
+        if not self._waits_for_late:
+            served = [worker for worker in workers if worker.has_served]
+            here = [worker for worker in served if worker.peer is not None]
+            workers = here if here and self.supervisor.is_elastic else served
         self.raise_fatal(workers)
         pending = PendingCall(
             self.calls,
@@ -922,29 +935,30 @@ class Remote:
 
     def _await_workers(self, has_come: Callable[[Worker], bool], at_least: int) -> None:
         """Wait for workers at the start of a run, saying now and then what is waited for."""
-        started = said_at = time.monotonic()
-        said = ""
+        started = time.monotonic()
         while sum(map(has_come, self.workers)) < at_least:
             self.advance(_WAIT_S)
             self.raise_fatal(self.workers)
             for index, reason in self.calls.joining.misfits.items():
                 raise LaunchError(f"Worker {index} cannot join: {reason}.")
-            said, said_at = self._say_who_is_missing(started, said, said_at)
+            self._await_missing(started)
 
-    def _say_who_is_missing(self, started: float, said: str, said_at: float) -> tuple[str, float]:
-        """Log what workers that have not joined wait for.
+    def _may_never_come(self, worker: Worker) -> bool:
+        """Whether the supervisor does not give a worker up, however long it takes to join."""
+        return worker.state is State.LATE or (worker.state is State.STARTING and self.supervisor.is_elastic)
+
+    def _await_missing(self, started: float) -> None:
+        """Say what workers that have not joined wait for.
 
         Raises:
             LaunchError: They took too long.
         """
         missing = [worker for worker in self.workers if worker.state in (State.STARTING, State.LATE)]
         if not missing:
-            return said, said_at
-        now, status, join_s = time.monotonic(), self._fleet.status(), self.timeouts.join_s
-        if status and (status != said or now - said_at > _REMIND_S):
-            said, said_at = status, now
-            log.warning("waiting for %d of %d workers: %s", len(missing), len(self.workers), status)
-        if now - started > join_s:
+            return
+        self._say_what_is_awaited(missing)
+        join_s, status = self.timeouts.join_s, self._fleet.status()
+        if time.monotonic() - started > join_s:
             names = ", ".join(str(worker.index) for worker in missing)
             raise LaunchError(
                 f"Only {len(self.workers) - len(missing)} of {len(self.workers)} workers joined within {join_s:g} s. "
@@ -952,7 +966,24 @@ class Remote:
                 f"Workers must reach {self.calls.endpoint}; if that address is not routable from them, pass "
                 "ClusterEnv(network=Network(listen=..., advertise=...)). Timeouts(join_s=...) gives them longer."
             )
-        return said, said_at
+
+    def _say_what_is_awaited(self, missing: Sequence[Worker]) -> None:
+        """Log what workers that have not joined wait for, when that has changed, and now and then."""
+        now, status = time.monotonic(), self._fleet.status()
+        if status and (status != self._said or now - self._said_at > _REMIND_S):
+            self._said, self._said_at = status, now
+            log.warning("waiting for %d of %d workers: %s", len(missing), len(self.workers), status)
+
+    def _check_budget(self) -> None:
+        """End the workers if they have been there for as long as they may."""
+        error = self.supervisor.find_overspending(time.monotonic())
+        if error is None or all(worker.fatal is not None for worker in self.workers):
+            return
+        self.calls.dismiss(self.timeouts.close_s)
+        self.supervisor.attendance.end(time.monotonic())
+        for worker in self.workers:
+            self.calls.strike_off(worker)
+            worker.state, worker.fatal = State.LOST, error
 
     def _timeout(self, missing: Sequence[Worker], timeout_s: float) -> ClusterEnvError:
         return CallTimeout(

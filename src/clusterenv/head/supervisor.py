@@ -17,7 +17,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from clusterenv.config import Faults, Timeouts
-from clusterenv.errors import LaunchError, WorkerLost
+from clusterenv.errors import BudgetSpent, LaunchError, WorkerLost
+from clusterenv.head.attendance import Attendance
 from clusterenv.head.worker import Stage, State, Worker
 
 log = logging.getLogger(__name__)
@@ -75,16 +76,41 @@ class Supervisor:
     Attributes:
         losses: All there were, in order.
         last_stage: How far workers are prepared: the run's spaces are not known before the first has been assigned.
+        attendance: How many workers there were over time.
     """
 
-    def __init__(self, workers: Sequence[Worker], faults: Faults, timeouts: Timeouts) -> None:
+    def __init__(self, workers: Sequence[Worker], faults: Faults, timeouts: Timeouts, now: float = 0.0) -> None:
         self.losses: list[Loss] = []
         self.last_stage = Stage.ASSIGN
+        self.attendance = Attendance(now)
         self._faults = faults
         self._timeouts = timeouts
         self._entropy: int | None = None
         self._num_restarts = 0
+        self._num_workers = len(workers)
+        self._enough_at = now  # When there were last as many as the run needs.
         self._incomplete = dict.fromkeys(workers)  # Those that are not ready: to look at all of them takes long.
+
+    @property
+    def missing(self) -> list[Worker]:
+        """Those that were lost, and whose successors have not joined yet."""
+        return [worker for worker in self._incomplete if worker.state is State.STARTING and worker.lost_at is not None]
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run goes on without some of its workers, and waits for them as long as it takes."""
+        return self._faults.min_workers is not None
+
+    def find_overspending(self, now: float) -> BudgetSpent | None:
+        """Return what tells the user that the workers have used the hours they had, if they have."""
+        limit = self._faults.max_worker_hours
+        if limit is None or (used := self.attendance.worker_s(now) / 3600) < limit:
+            return None
+        return BudgetSpent(
+            f"The workers of this run have been there for {used:.3g} hours all together, and "
+            f"Faults(max_worker_hours={limit:g}) allows no more. They have been ended; {self._num_restarts} had been "
+            "started again. Run it with more hours if it was not in vain."
+        )
 
     def seed(self, seed: int | None) -> None:
         """Let the seeds of environments that are made again follow from the run's own."""
@@ -99,6 +125,7 @@ class Supervisor:
         """Note that a worker has come."""
         if not worker.has_served:
             worker.seeds = self._fresh_seeds(worker)
+        self.attendance.change(1, now)
         worker.state, worker.stage, worker.stage_at, worker.is_asked = State.PREPARING, Stage.ASSIGN, now, False
 
     def prepared(self, worker: Worker, now: float) -> None:
@@ -129,6 +156,8 @@ class Supervisor:
     def lost(self, worker: Worker, reason: str, now: float) -> None:
         """Note that a worker is lost, and decide what follows."""
         was_prepared = worker.state is State.READY
+        if worker.state in (State.PREPARING, State.READY):
+            self.attendance.change(-1, now)
         is_first = not worker.has_served and worker.state is not State.LATE and worker.lost_at is None
         worker.state = State.LOST
         self._incomplete[worker] = None
@@ -153,6 +182,8 @@ class Supervisor:
     def advance(self, now: float) -> list[Decision]:
         """Return what is to be done now."""
         decisions: list[Decision] = []
+        if self._num_workers - len(self._incomplete) >= (self._faults.min_workers or self._num_workers):
+            self._enough_at = now
         for worker in self._incomplete:
             if worker.state is State.LOST:
                 if worker.fatal is None and now >= worker.restart_at:
@@ -160,7 +191,8 @@ class Supervisor:
                     self._num_restarts += 1
                     decisions.append(Restart(worker))
             elif worker.state is State.STARTING:
-                if worker.lost_at is not None and now - worker.stage_at > self._timeouts.join_s:
+                waits_since = max(worker.stage_at, self._enough_at)
+                if worker.lost_at is not None and now - waits_since > self._timeouts.join_s:
                     reason = f"its replacement did not join within {self._timeouts.join_s:g} s"
                     decisions.append(GiveUp(worker, reason))
             elif worker.state is State.PREPARING:

@@ -250,6 +250,9 @@ class Driver:
         """Note that there is no such actor any more: it has left, its process or node has died, or it never came."""
         self._all.discard(held)
         if self._held.get(held.worker_index) is held and not held.is_ending:
+            if not held.is_placed and "node has died" in str(error) and self._stop_at is None:
+                self._start(held.worker_index)  # Ray had chosen a node that was dead, and did not know yet.
+                return
             where = f" on {held.host}" if held.is_placed else ""
             how = "Ray has lost it" if held.is_placed else "could not be started"
             self._tell(worker=held.worker_index, ended=f"{how}{where}: {_explain(error)}")

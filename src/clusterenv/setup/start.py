@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 from gymnasium.vector import AutoresetMode
 
@@ -97,7 +99,7 @@ def start_workers(
         Calls(socket, fleet, workers, timeouts),
         fleet,
         workers,
-        Supervisor(workers, faults, timeouts),
+        Supervisor(workers, faults, timeouts, time.monotonic()),
         RemotePlan(
             code=code.__getitem__,
             autoreset_mode=mode,
