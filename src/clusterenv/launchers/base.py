@@ -91,9 +91,10 @@ def run_labels() -> dict[str, str]:
         user = getpass.getuser()
     except (KeyError, OSError):  # A user id without a name, as in many containers.
         user = ""
-    script = Path(sys.argv[0]).stem if sys.argv else ""
-    if script == "__main__":  # python -m package
-        script = Path(sys.argv[0]).parent.name
+    path = Path(sys.argv[0] if sys.argv else "")
+    script = path.parent.name if path.stem == "__main__" else path.stem  # `python -m package` is the former.
+    if script.startswith("-"):  # python -c
+        script = ""
     return {"run": _label(script) or "python", "user": _label(user) or "unknown"}
 
 

@@ -14,6 +14,7 @@ from clusterenv.head.remote import Remote, RemotePlan
 from clusterenv.head.supervisor import Supervisor
 from clusterenv.head.worker import Worker
 from clusterenv.launchers.base import Launcher
+from clusterenv.setup.descriptors import allow_descriptors
 from clusterenv.setup.factories import Factories, local_registry, pickle_code
 from clusterenv.setup.sample import ObservationMode, Sample, make_sample
 from clusterenv.setup.trial import check_factory, describe_here
@@ -75,6 +76,7 @@ def start_workers(
     """
     if network.transport == "shm" and not semaphore.IS_SUPPORTED:
         raise ConfigError("transport='shm' needs Linux; use 'auto' or 'zmq' here.")
+    allow_descriptors(num_workers)
     shards = split_shards(factories.num_envs, num_workers)
     registry = local_registry()
     code = {
