@@ -32,6 +32,7 @@ from clusterenv.head.infos import (
     read_results,
 )
 from clusterenv.head.outcome import Collection, Outcome
+from clusterenv.head.packages import Packages
 from clusterenv.head.pending import Arrays, Make, PendingCall, Place
 from clusterenv.head.supervisor import GiveUp, Loss, Prepare, Restart, Supervisor
 from clusterenv.head.worker import Process, Stage, State, StreamWork, Worker
@@ -164,6 +165,7 @@ class Remote:
         self._under_way: list[PendingCall] = []
         self._waits_for_late = True
         self._said, self._said_at = "", 0.0
+        self._packages = Packages()
         self._is_uneven = False  # Whether workers may show different ones of the two step buffers.
         self._was_reset = False
         self._plain_buffer = 0
@@ -206,6 +208,7 @@ class Remote:
         self._infos = InfoReader(self.workers, first)
         self.supervisor.last_stage = Stage.ADOPT
         self._await_workers(lambda worker: worker.is_ready, at_least)
+        self._packages.tell()
         for worker in self.workers:
             if worker.peer is None:
                 self.supervisor.begin_without(worker)
@@ -433,6 +436,8 @@ class Remote:
                 adopted = expect(Adopted, reply)
                 check_specs([*adopted.extras, *adopted.states])
                 schemas[worker] = tuple(adopted.extras), tuple(adopted.states)
+            self._packages.note(worker, adopted.packages)
+        self._packages.tell()
         first, (extras, states) = next(iter(schemas.items()))
         for worker, schema in schemas.items():
             if schema != (extras, states):
@@ -776,9 +781,13 @@ class Remote:
             worker.state, worker.fatal = State.LOST, failure
 
     def _note_made(self, worker: Worker, reply: Reply) -> None:
-        description = checked_dict(values.loads(expect(Made, reply).description))
+        made = expect(Made, reply)
+        description = checked_dict(values.loads(made.description))
+        self._packages.note(worker, made.packages)
         if not worker.has_served:
             worker.description = description
+        if self.supervisor.last_stage is Stage.ADOPT:  # Else all are told of together.
+            self._packages.tell()
 
     def _invitation(
         self, worker: Worker
@@ -851,7 +860,8 @@ class Remote:
         version, frames = self.weights_now()
 
         def accept(reply: Reply) -> None:
-            expect(Adopted, reply)
+            self._packages.note(worker, expect(Adopted, reply).packages)
+            self._packages.tell()
             self.on_adopted(worker, version)
 
         return [(lambda call: adoption(call=call, version=version), accept, no_landing, frames)]
