@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,10 @@ class RayCluster:
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": str(self.directory),
+            # To find out in 2 s rather than 20 that a node is dead.
+            "RAY_health_check_period_ms": "500",
+            "RAY_health_check_timeout_ms": "2000",
+            "RAY_health_check_failure_threshold": "3",
         }
         self.address = ""
         self._nodes: list[tuple[subprocess.Popen[bytes], Host | None]] = []
@@ -52,14 +56,17 @@ class RayCluster:
     def start_head(self, *options: str, host: Host | None = None) -> None:
         """Start the first node, on a host or this machine, and wait until it is up."""
         self._start(host, "--head", "--port=0", "--include-dashboard=false", *options)
-        self._await_up()
-        self.address = (self.directory / "ray" / "ray_current_cluster").read_text().strip()
+        file = self.directory / "ray" / "ray_current_cluster"
+        self._wait_until(file.exists)
+        self._wait_until(lambda: bool(file.read_text().strip()))
+        self.address = file.read_text().strip()
+        self._wait_until(self._is_up)
 
     def add_node(self, *options: str, host: Host, waits: bool = True) -> None:
         """Start another node, which joins the first."""
         self._start(host, f"--address={self.address}", *options)
         if waits:
-            self._await_up()
+            self._wait_until(self._is_up)
 
     def kill_node(self, host: Host) -> None:
         """Kill all that runs on a host, as if it had lost its power."""
@@ -74,15 +81,16 @@ class RayCluster:
 
     def stop(self) -> None:
         """Stop all nodes as `ray stop` does: SIGTERM to their processes; then insist."""
-        for node, _ in self._nodes:
-            left = _session_of(node.pid) if node.poll() is None else []
+        running = [node for node, _ in self._nodes if node.poll() is None]
+        left = [pid for node in running for pid in _session_of(node.pid)]
+        for node in reversed(running):  # The first one last: the others would wait for it.
             node.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                node.wait(10.0)
+                node.wait(5.0)
             node.kill()
             node.wait()
-            for pid in wait_until_gone(left, 5.0):
-                os.kill(pid, signal.SIGKILL)
+        for pid in wait_until_gone(left, 5.0):
+            os.kill(pid, signal.SIGKILL)
 
     def launcher(self, **settings: Any) -> RayLauncher:
         """Return a launcher for it, whose actors carry the mark of the test."""
@@ -114,10 +122,13 @@ class RayCluster:
             )
         self._nodes.append((node, host))
 
-    def _await_up(self) -> None:
+    def _is_up(self) -> bool:
+        return "Ray runtime started" in self._log.read_text()
+
+    def _wait_until(self, is_true: Callable[[], bool]) -> None:
         node, _ = self._nodes[-1]
         ends_at = time.monotonic() + _START_S
-        while "Ray runtime started" not in self._log.read_text():
+        while not is_true():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 node.wait(0.05)
             assert node.poll() is None, self._log.read_text()
