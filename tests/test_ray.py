@@ -16,7 +16,7 @@ import gymnasium as gym
 import pytest
 from gymnasium.vector import SyncVectorEnv
 
-from clusterenv import ClusterEnv, Network, RayLauncher
+from clusterenv import ClusterEnv, LocalLauncher, Network, RayLauncher
 from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.launchers.base import Launcher
 from tests.conftest import MARK, descendants, guardian_of, wait_until_gone
@@ -24,6 +24,7 @@ from tests.launcher_contract import NUM_WORKERS, Door, LauncherContract
 from tests.ray_cluster import RayCluster, ray_cluster
 from tests.remains import command_of
 from tests.sshd import ROOT
+from tests.test_readme import blocks_of
 from tests.worlds import assert_same, make_factories
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -167,6 +168,34 @@ def test_the_cluster_of_a_ray_job_is_used(cluster: RayCluster, monkeypatch: pyte
         (worker,) = envs.worker_pids
         raylet = parent_of(parent_of(guardian_of(worker)))
         assert str(cluster.directory) in command_of(raylet)
+
+
+def test_the_example_learns_the_same_with_one_argument_changed(cluster: RayCluster) -> None:
+    from examples import ppo
+
+    returns = {}
+    for launcher in (LocalLauncher(), cluster.launcher()):
+        args = ppo.Args(
+            env_id="CartPole-v1",
+            total_timesteps=2048,
+            num_envs=4,
+            num_workers=2,
+            num_steps=64,
+            track=False,
+            launcher=launcher,
+        )
+        returns[type(launcher)] = ppo.train(args)
+    assert len(returns[RayLauncher]) > 10
+    assert returns[RayLauncher] == returns[LocalLauncher]
+
+
+def test_the_block_of_the_manual_runs(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    (block,) = blocks_of(ROOT / "docs" / "ray.md")
+    script = tmp_path / "train.py"
+    script.write_text(block)
+    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_cluster_that_is_not_there_is_named() -> None:

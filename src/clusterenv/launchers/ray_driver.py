@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 _FOLLOW_S = 10.0  # How long an actor waits for something to tell.
 _GATHER_S = 0.2  # How long it gathers what its worker prints before it tells that.
 _LOOK_S = 1.0  # How often to ask what actors wait for that Ray has not started.
-_PATIENCE_S = 3.0  # Before anybody hears of that: to start a process takes a while.
+_PATIENCE_S = 5.0  # Before anybody hears of that: to start a process takes a while.
 _KNOCK_S = 3.0  # For anybody to open at the cluster's address. Ray itself would go on asking for minutes.
 _END_S = 10.0  # How long an actor may take to end its worker, before Ray is told to end the actor.
 _MAX_UNTOLD_BYTES = 1 << 20
@@ -276,6 +276,12 @@ class Driver:
             ray.kill(held.actor)
 
     def _stop(self, patience_s: float) -> None:
+        import ray
+
+        try:
+            _knock(ray.get_runtime_context().gcs_address, 0.0)
+        except ConnectionError:
+            os._exit(0)  # The cluster is gone. Ray would ask for it for a minute more.
         if self._stop_at is None:
             self._stop_at = time.monotonic() + patience_s + _END_S + 1.0
             for held in list(self._all):
