@@ -778,6 +778,7 @@ class Remote:
             self._lose(worker, f"its replacement could not be made ready: {failure}")
         else:
             self.calls.strike_off(worker)
+            self.supervisor.attendance.change(-1, time.monotonic())
             worker.state, worker.fatal = State.LOST, failure
 
     def _note_made(self, worker: Worker, reply: Reply) -> None:

@@ -190,8 +190,9 @@ class RayFleet:
         self._lines = b""
         self._hosts: dict[int, str] = {}
         self._ends: dict[int, str] = {}
+        self._runs = [0] * num_workers  # How often each was started: what is told of an earlier one comes too late.
         self._fatal = ""
-        self._is_connected = self._is_stopped = False
+        self._is_connected = False
         self._waits = ""
         try:
             run_dir = make_run_dir(log_dir)
@@ -229,7 +230,7 @@ class RayFleet:
         self._look()
         self._ends.pop(worker_index, None)
         if self._driver is not None:
-            self._tell(start=worker_index)
+            self._start(worker_index)
             return
         try:
             with uninterrupted():
@@ -265,9 +266,9 @@ class RayFleet:
         )
         assert self._driver.stdout is not None
         os.set_blocking(self._driver.stdout.fileno(), False)
-        self._write({**self._settings, "log_fds": descriptors})
+        self._tell(**self._settings, log_fds=descriptors)
         for worker_index in worker_indices:
-            self._tell(start=worker_index)
+            self._start(worker_index)
 
     def _end_driver(self) -> None:
         """Have done with the process that talks to Ray."""
@@ -280,14 +281,15 @@ class RayFleet:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 
-    def _tell(self, **wish: Any) -> None:
-        self._write(wish)
+    def _start(self, worker_index: int) -> None:
+        self._runs[worker_index] += 1
+        self._tell(start=worker_index, run=self._runs[worker_index])
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _tell(self, **wish: Any) -> None:
         assert self._driver is not None, "it runs"
         assert self._driver.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # It has ended; the next look finds out.
-            os.write(self._driver.stdin.fileno(), json.dumps(line).encode() + b"\n")
+            os.write(self._driver.stdin.fileno(), json.dumps(wish).encode() + b"\n")
 
     def _look(self) -> None:
         """Take what the driver has told. If it has ended, so have all workers."""
@@ -316,6 +318,8 @@ class RayFleet:
 
     def _note(self, event: dict[str, Any]) -> None:
         match event:
+            case {"worker": worker_index, "run": run} if run != self._runs[worker_index]:
+                pass
             case {"connected": _}:
                 self._is_connected = True
             case {"fatal": reason}:

@@ -121,8 +121,9 @@ class Holder:
 class Held:
     """One actor, from when Ray was asked for it to when it is gone."""
 
-    def __init__(self, worker_index: int, actor: Any) -> None:
+    def __init__(self, worker_index: int, run: int, actor: Any) -> None:
         self.worker_index = worker_index
+        self.run = run  # Of the worker's, as the head counts them.
         self.actor = actor
         self.asked_at = time.monotonic()
         self.host = ""
@@ -187,11 +188,13 @@ class Driver:
             for line in whole:
                 wish = json.loads(line)
                 self._events.put(
-                    partial(self._stop, wish["stop"]) if "stop" in wish else partial(self._start, wish["start"])
+                    partial(self._stop, wish["stop"])
+                    if "stop" in wish
+                    else partial(self._start, wish["start"], wish["run"])
                 )
         self._events.put(partial(self._stop, 0.0))
 
-    def _start(self, worker_index: int) -> None:
+    def _start(self, worker_index: int, run: int) -> None:
         """Ask Ray for an actor; whoever held this worker before is ended."""
         import ray
 
@@ -206,9 +209,9 @@ class Driver:
         try:
             actor = ray.remote(Holder).options(**options).remote()
         except Exception as error:  # noqa: BLE001 - Ray refuses what it does not like in many ways; it is told
-            self._tell(worker=worker_index, ended=f"could not be started: {_explain(error)}")
+            self._tell(worker=worker_index, run=run, ended=f"could not be started: {_explain(error)}")
             return
-        held = self._held[worker_index] = Held(worker_index, actor)
+        held = self._held[worker_index] = Held(worker_index, run, actor)
         self._all.add(held)
         variables = self._settings["variables"] | {self._settings["index_variable"]: str(worker_index)}
         started = actor.start.remote(variables, self._settings["defaults"], self._settings["path"])
@@ -227,7 +230,7 @@ class Driver:
     def _note_started(self, held: Held, host: str) -> None:
         held.is_placed, held.host = True, host
         if self._held.get(held.worker_index) is held:
-            self._tell(worker=held.worker_index, host=host)
+            self._tell(worker=held.worker_index, run=held.run, host=host)
         self._follow(held)
 
     def _follow(self, held: Held) -> None:
@@ -241,7 +244,7 @@ class Driver:
             self._follow(held)
             return
         if self._held.get(held.worker_index) is held and not held.is_ending:
-            self._tell(worker=held.worker_index, status=status, host=held.host)
+            self._tell(worker=held.worker_index, run=held.run, status=status, host=held.host)
         held.is_ending = True
         held.kill_at = time.monotonic() + _END_S
         self._await(held.actor.leave.remote(), held, lambda held, _: None)
@@ -251,11 +254,11 @@ class Driver:
         self._all.discard(held)
         if self._held.get(held.worker_index) is held and not held.is_ending:
             if not held.is_placed and "node has died" in str(error) and self._stop_at is None:
-                self._start(held.worker_index)  # Ray had chosen a node that was dead, and did not know yet.
+                self._start(held.worker_index, held.run)  # Ray had chosen a node that was dead, and did not know yet.
                 return
             where = f" on {held.host}" if held.is_placed else ""
             how = "Ray has lost it" if held.is_placed else "could not be started"
-            self._tell(worker=held.worker_index, ended=f"{how}{where}: {_explain(error)}")
+            self._tell(worker=held.worker_index, run=held.run, ended=f"{how}{where}: {_explain(error)}")
             held.is_ending = True
 
     def _end(self, held: Held, patience_s: float) -> None:
