@@ -6,7 +6,6 @@ Launchers say of each worker what it gets by the same names: `cpus` (and as many
 
 from __future__ import annotations
 
-import getpass
 import re
 import sys
 from pathlib import Path
@@ -87,6 +86,8 @@ def run_labels() -> dict[str, str]:
     Returns:
         `run`, after the script, and `user`; short, and of letters, digits and dashes, as every cluster takes them.
     """
+    import getpass  # Needed by few launchers, and imported with all of them it would cost everybody.
+
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # A user id without a name, as in many containers.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import platform
 import sys
@@ -46,8 +45,10 @@ def version_of(name: str) -> str:
     version = None if module is None else vars(module).get("__version__")  # Asked, a lazy module would load itself.
     if isinstance(version, str):
         return version[:_MAX_CHARACTERS]
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
-        if version := importlib.metadata.version(name):
+    from importlib import metadata  # Takes longer to import than half of clusterenv, and most heads never need it.
+
+    with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+        if version := metadata.version(name):
             return version[:_MAX_CHARACTERS]
     file = None if module is None else vars(module).get("__file__")
     return _digest(file) if isinstance(file, str) else ""
