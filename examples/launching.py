@@ -11,12 +11,13 @@ from typing import Annotated, TypeAlias
 
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 
-from clusterenv import LocalLauncher, SlurmLauncher, SSHLauncher
+from clusterenv import LocalLauncher, RayLauncher, SlurmLauncher, SSHLauncher
 
 Launching: TypeAlias = Annotated[
     Annotated[LocalLauncher, subcommand("local")]
     | Annotated[SlurmLauncher, subcommand("slurm")]
-    | Annotated[SSHLauncher, subcommand("ssh")],
+    | Annotated[SSHLauncher, subcommand("ssh")]
+    | Annotated[RayLauncher, subcommand("ray")],
     OmitArgPrefixes,
     OmitSubcommandPrefixes,
 ]

@@ -198,6 +198,14 @@ class LauncherContract:
             assert envs.worker_pids[1] != pids[1]
             assert [loss.worker_index for loss in envs.losses] == [1]
 
+    def test_no_more_workers_are_started_again_than_allowed(self, launcher: Launcher) -> None:
+        options = {"timeouts": Timeouts(join_s=DEADLINE_S), "faults": Faults(max_restarts=0), **self.options}
+        with ClusterEnv(make_factories(2), num_workers=1, launcher=launcher, **options) as envs:
+            envs.reset(seed=1)
+            os.kill(envs.worker_pids[0], signal.SIGKILL)
+            with pytest.raises(WorkerLost, match=r"max_restarts=0\) are used up"):
+                envs.step(np.zeros(2, np.int64))
+
     def test_a_worker_that_ended_can_be_started_again(self, launcher: Launcher, door: Door) -> None:
         fleet = launcher.launch(door.ticket, NUM_WORKERS)
         try:

@@ -51,9 +51,11 @@ HEAD: dict[str, set[str]] = {
     "joining": {"worker"},
     "liveness": {"worker"},
     "calls": {"interrupts", "joining", "liveness", "mailboxes", "worker"},
+    "packages": {"worker"},
     "pending": {"calls", "outcome", "worker"},
-    "supervisor": {"worker"},
-    "preparation": {"calls", "infos", "pending", "worker"},
+    "attendance": set(),
+    "supervisor": {"attendance", "worker"},
+    "preparation": {"calls", "infos", "packages", "pending", "worker"},
     "workers": {"calls", "failure", "infos", "outcome", "pending", "preparation", "supervisor", "worker"},
     "acting": {"calls", "failure", "infos", "outcome", "pending", "worker", "workers"},
     "remote": {"acting", "failure", "infos", "outcome", "pending", "worker", "workers"},
@@ -110,17 +112,15 @@ def test_the_page_has_the_same_table() -> None:
     assert stated == {name: allowed for name, allowed in ALLOWED.items() if name != "__main__"}
 
 
-# Where the head never runs: a process of its own.
-APART = {"launchers.kubernetes.api"}
-
-
 @pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_only_adapters_import_a_framework(path: Path) -> None:
-    if name_of(path).startswith("adapters.") or name_of(path) in APART:
+def test_only_adapters_and_a_launcher_of_that_name_import_a_framework(path: Path) -> None:
+    name = name_of(path)
+    if name.startswith("adapters."):
         return
-    if name_of(path) == "rollout":
+    if name == "rollout":
         return  # A rollout's `to_torch` imports it when it is called; tests/test_import.py sees that nothing else does.
-    assert not {target.split(".")[0] for target in imports_of(path)} & FRAMEWORKS
+    used = {target.split(".")[0] for target in imports_of(path)} & FRAMEWORKS
+    assert all(name.startswith(f"launchers.{framework}") for framework in used)
 
 
 @pytest.mark.parametrize("name", HEAD)

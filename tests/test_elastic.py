@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,11 +19,11 @@ import numpy as np
 import pytest
 
 from clusterenv import ClusterEnv, Faults, Network, Timeouts
-from clusterenv.errors import ConfigError, LaunchError
+from clusterenv.errors import BudgetSpent, ConfigError, LaunchError, WorkerLost
 from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
-from tests.conftest import Backend
-from tests.launchers import OwnLauncher
+from tests.conftest import Backend, wait_until_gone
+from tests.launchers import OwnLauncher, start_module
 from tests.policies import Linear
 
 NUM_ENVS = 4
@@ -134,3 +139,209 @@ def test_a_worker_that_is_asked_to_leave_answers_first(remote: Backend, tmp_path
         assert truncations.tolist() == [False, True]
         assert infos["worker_lost"].tolist() == [False, True]
         assert "SIGTERM" in envs.losses[0].reason
+
+
+class Returning(OwnLauncher):
+    """A launcher whose workers all start at once, and again only when somebody lets them."""
+
+    def __init__(self) -> None:
+        self.may_return = False
+
+    def launch(self, ticket: Ticket, num_workers: int) -> ReturningFleet:
+        self.fleet = ReturningFleet(self, ticket, num_workers)
+        return self.fleet
+
+
+class ReturningFleet(ProcessFleet):
+    """As a cluster that is full: whoever is to be started again waits for room, and says so."""
+
+    def __init__(self, launcher: Returning, ticket: Ticket, num_workers: int) -> None:
+        self._waiting: set[int] = set()
+        self._launcher = launcher
+        super().__init__(
+            lambda worker_index, log: start_module("clusterenv.worker", ticket, worker_index, log), num_workers
+        )
+
+    def restart(self, worker_index: int) -> None:
+        self._waiting.add(worker_index)
+
+    def exits(self) -> dict[int, str]:
+        if self._launcher.may_return:
+            for worker_index in self._waiting:
+                super().restart(worker_index)
+            self._waiting.clear()
+        return {index: how for index, how in super().exits().items() if index not in self._waiting}
+
+    def status(self) -> str:
+        return f"no room for {len(self._waiting)}" if self._waiting else ""
+
+
+class Attendant(logging.Handler):
+    """Lets a launcher's workers return when it is said that they are missed."""
+
+    def __init__(self, launcher: Returning, words: str) -> None:
+        super().__init__()
+        self._launcher = launcher
+        self._words = words
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._launcher.may_return = self._launcher.may_return or self._words in record.getMessage()
+
+    def __enter__(self) -> None:
+        logging.getLogger("clusterenv").addHandler(self)
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("clusterenv").removeHandler(self)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_stream_that_has_lost_all_workers_waits_and_says_so_and_goes_on(transport: str) -> None:
+    launcher = Returning()
+    network = Network(transport=transport)
+    with (
+        Attendant(launcher, "waiting for 2 of 2 workers: no room for 2"),
+        ClusterEnv("CartPole-v1", NUM_ENVS, num_workers=2, launcher=launcher, network=network) as envs,
+        envs.stream(Linear(), 8) as stream,
+    ):
+        for _ in range(10):
+            next(stream)
+        pids = envs.worker_pids
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        while len(envs.losses) < 2:
+            next(stream)
+        assert launcher.may_return
+        assert not set(pids) & set(envs.worker_pids)
+
+
+def test_a_step_that_has_lost_all_workers_waits_and_says_so_and_goes_on() -> None:
+    launcher = Returning()
+    with (
+        Attendant(launcher, "waiting for 2 of 2 workers: no room for 2"),
+        ClusterEnv("CartPole-v1", NUM_ENVS, num_workers=2, launcher=launcher) as envs,
+    ):
+        envs.reset(seed=1)
+        for pid in envs.worker_pids:
+            os.kill(pid, signal.SIGKILL)
+        *_, truncated, infos = envs.step(np.zeros(NUM_ENVS, np.int64))
+        assert truncated.all()
+        assert infos["worker_lost"].all()
+
+
+def test_a_stream_waits_for_lost_workers_no_longer_than_it_may() -> None:
+    timeouts = Timeouts(join_s=5.0)
+    faults = Faults(max_restarts=2)
+    with ClusterEnv(
+        "CartPole-v1", NUM_ENVS, num_workers=2, launcher=Returning(), timeouts=timeouts, faults=faults
+    ) as envs:
+        stream = envs.stream(Linear(), 8)
+        next(stream)
+        for pid in envs.worker_pids:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="did not join within 5 s"):
+            exhaust(stream)
+
+
+def test_a_stream_with_enough_workers_waits_for_the_others_as_long_as_it_takes() -> None:
+    launcher = Returning()
+    timeouts = Timeouts(join_s=5.0)
+    faults = Faults(min_workers=1, max_restarts=1)
+    with ClusterEnv(
+        "CartPole-v1", NUM_ENVS, num_workers=2, launcher=launcher, timeouts=timeouts, faults=faults
+    ) as envs:
+        agent = Linear()
+        with envs.stream(agent, 8) as stream:
+            while {worker.state for worker in envs.workers} != {"ready"}:
+                next(stream)
+            os.kill(envs.worker_pids[1], signal.SIGKILL)
+            while envs.workers[1].state == "ready":
+                next(stream)
+            until = time.monotonic() + 1.3 * timeouts.join_s
+            while time.monotonic() < until:
+                assert next(stream).env_indices.tolist() == [0, 1]
+            with pytest.raises(LaunchError, match="Missing: 1"):
+                envs.rollout(agent, 4)  # It needs all.
+        with envs.stream(agent, 8) as stream:
+            launcher.may_return = True
+            while next(stream).env_indices[0] != 2:
+                pass
+        assert envs.rollout(agent, 4).num_envs == NUM_ENVS
+
+
+def test_a_worker_that_is_asked_to_leave_a_stream_delivers_the_rollout_it_is_at(
+    remote: Backend, tmp_path: Path
+) -> None:
+    gate = str(tmp_path / "gate")
+    os.mkfifo(gate)
+
+    class Slow(gym.Wrapper[Any, Any, Any, Any]):
+        def step(self, action: Any) -> Any:
+            if os.path.exists(gate):
+                with open(gate, "rb") as file:
+                    os.unlink(gate)
+                    file.read()
+            return super().step(action)
+
+    with ClusterEnv([lambda: Slow(gym.make("CartPole-v1"))], **remote | {"num_workers": 1}) as envs:
+        with envs.stream(Linear(), 8, in_flight=1) as stream:
+            (pid,) = envs.worker_pids
+            with open(gate, "wb"):  # It is in its first step.
+                os.kill(pid, signal.SIGTERM)
+            assert next(stream).rewards.shape == (8, 1)
+            assert envs.worker_pids == (pid,)
+            assert envs.stats["rollouts_lost"] == 0
+            next(stream)
+        assert envs.worker_pids != (pid,)
+        assert "SIGTERM" in envs.losses[0].reason
+
+
+def test_stats_say_how_many_workers_there_were() -> None:
+    launcher = Returning()
+    faults = Faults(min_workers=1)
+    with (
+        ClusterEnv("CartPole-v1", NUM_ENVS, num_workers=2, launcher=launcher, faults=faults) as envs,
+        envs.stream(Linear(), 8) as stream,
+    ):
+        while envs.stats["workers"] < 2:
+            next(stream)
+        os.kill(envs.worker_pids[1], signal.SIGKILL)
+        while envs.stats["workers"] > 1:
+            next(stream)
+        assert 0 < envs.stats["workers_mean"] < 2
+        hours = envs.stats["worker_hours"]
+        next(stream)
+        assert envs.stats["worker_hours"] > hours
+    hours = envs.stats["worker_hours"]
+    assert envs.stats["worker_hours"] == hours, "the run has ended"
+
+
+def test_workers_are_ended_when_the_run_has_used_its_hours(remote: Backend) -> None:
+    faults = Faults(max_worker_hours=6 / 3600)
+    with ClusterEnv("CartPole-v1", NUM_ENVS, faults=faults, **remote) as envs:
+        pids = envs.worker_pids
+        envs.reset(seed=1)
+        actions = np.zeros(NUM_ENVS, np.int64)
+        with pytest.raises(BudgetSpent, match=r"max_worker_hours=0\.00166667\).* 0 had been started again"):
+            exhaust(envs.step(actions) for _ in itertools.count())
+        assert wait_until_gone(pids, 0.0) == []
+        with pytest.raises(BudgetSpent):
+            envs.step(actions)
+        with pytest.raises(BudgetSpent):
+            envs.rollout(Linear(), 4)
+
+
+def test_a_stream_ends_when_the_run_has_used_its_hours() -> None:
+    faults = Faults(max_worker_hours=6 / 3600)
+    with ClusterEnv("CartPole-v1", NUM_ENVS, num_workers=2, faults=faults) as envs, pytest.raises(BudgetSpent):
+        exhaust(envs.stream(Linear(), 8))
+
+
+@pytest.mark.parametrize("hours", [0, -1.0, float("nan"), "8"])
+def test_hours_that_are_none_are_refused(hours: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Faults\.max_worker_hours must be a positive number"):
+        Faults(max_worker_hours=hours)
+
+
+def exhaust(items: Iterable[object]) -> None:
+    """Take what there is until there is no more."""
+    deque(items, maxlen=0)

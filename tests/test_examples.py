@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clusterenv import LocalLauncher, SlurmLauncher, SSHLauncher
+from clusterenv import LocalLauncher, RayLauncher, SlurmLauncher, SSHLauncher
 from clusterenv.launchers.base import Launcher
 
 pytest.importorskip("tyro")
@@ -35,6 +35,8 @@ def improvement(returns: list[float], num_episodes: int = 20) -> float:
         (["local", "--cpus", "1"], LocalLauncher(cpus=1)),
         (["slurm", "--nodes", "4", "--partition", "cpu"], SlurmLauncher(nodes=4, partition="cpu")),
         (["ssh", "--hosts", "n1", "n2"], SSHLauncher(hosts=["n1", "n2"])),
+        (["ray", "--cpus", "2", "--address", "n1:6379"], RayLauncher(cpus=2, address="n1:6379")),
+        (["ray", "--resources", "room", "1"], RayLauncher(resources={"room": 1})),
     ],
 )
 def test_the_command_line_names_a_launcher_and_its_options(words: list[str], launcher: Launcher) -> None:

@@ -17,7 +17,7 @@ import pytest
 from clusterenv import LocalLauncher
 from clusterenv.config import usable_cores
 from clusterenv.errors import ConfigError
-from clusterenv.launchers.base import Fleet, Launcher
+from clusterenv.launchers.base import Fleet, Launcher, run_labels
 from clusterenv.launchers.processes import ProcessFleet
 from tests.conftest import wait_until_gone
 from tests.hosts import require
@@ -159,6 +159,22 @@ def test_each_run_has_a_directory_of_its_own_for_its_logs(tmp_path: Path) -> Non
 def test_wrong_numbers_of_cpus_are_refused(cpus: int) -> None:
     with pytest.raises(ConfigError, match=r"LocalLauncher\.cpus must be an int"):
         LocalLauncher(cpus=cpus)
+
+
+@pytest.mark.parametrize(
+    ("script", "run"),
+    [
+        ("/home/ada/My Runs/train_ppo.v2.py", "train-ppo-v2"),
+        ("/home/ada/walkers/__main__.py", "walkers"),
+        ("-c", "python"),
+        ("", "python"),
+        ("x" * 200, "x" * 40),
+    ],
+)
+def test_a_run_goes_by_the_name_of_its_script(script: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [script])
+    monkeypatch.setenv("LOGNAME", "Ada L.")
+    assert run_labels() == {"run": run, "user": "ada-l"}
 
 
 ONE_CORE, HALF_A_CORE, NO_LIMIT = "100000 100000\n", "50000 100000\n", "max 100000\n"

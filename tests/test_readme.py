@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ELSEWHERE = ("SlurmLauncher", "SSHLauncher", "ByHandLauncher")  # These need a cluster: tests/test_slurm.py has one.
+# These need a cluster: tests/test_slurm.py and tests/test_ray.py have one.
+ELSEWHERE = ("SlurmLauncher", "SSHLauncher", "RayLauncher", "ByHandLauncher")
 
 
 def blocks_of(page: Path) -> list[str]:

@@ -18,7 +18,7 @@ import pytest
 
 from clusterenv import ClusterEnv, Faults, Network, SlurmLauncher, Timeouts
 from clusterenv.errors import LaunchError, WorkerLost
-from clusterenv.launchers.base import Launcher
+from clusterenv.launchers.base import Launcher, run_labels
 from clusterenv.wire.messages import Join
 from tests.conftest import wait_until_gone
 from tests.launcher_contract import Door, LauncherContract, fleet_is_alive, tells_secret
@@ -121,7 +121,8 @@ def test_the_issues_example_runs_on_all_nodes(login: SlurmCluster) -> None:
         envs.step(np.zeros(10, np.int64))
         rollout = envs.rollout(Linear(seed=1), 8)
         assert rollout.rewards.shape == (8, 10)
-        assert login.run("squeue", "--noheader", "--format=%P %l %D %j") == "cpu 2:00:00 2 clusterenv"
+        shown = login.run("squeue", "--noheader", "--format=%P %l %D %j")
+        assert shown == f"cpu 2:00:00 2 clusterenv-{run_labels()['run']}"
 
 
 BLOCKS = [*blocks_of(ROOT / "docs" / "slurm.md"), *(b for b in blocks_of(ROOT / "README.md") if "SlurmLauncher" in b)]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from clusterenv.launchers.by_hand import ByHandLauncher
     from clusterenv.launchers.kubernetes.launcher import KubernetesLauncher
     from clusterenv.launchers.local import LocalLauncher
+    from clusterenv.launchers.ray import RayLauncher
     from clusterenv.launchers.slurm import SlurmLauncher
     from clusterenv.launchers.ssh import SSHLauncher
     from clusterenv.policy.policy import BasePolicy, Decision, Policy
@@ -42,6 +43,7 @@ __all__ = [
     "NeverSync",
     "PeriodicSync",
     "Policy",
+    "RayLauncher",
     "RemoteObject",
     "Rollout",
     "SSHLauncher",
@@ -74,6 +76,7 @@ _HOMES = {
     "NeverSync": "policy.sync",
     "PeriodicSync": "policy.sync",
     "Policy": "policy.policy",
+    "RayLauncher": "launchers.ray",
     "RemoteObject": "wire.values",
     "Rollout": "rollout",
     "SSHLauncher": "launchers.ssh",

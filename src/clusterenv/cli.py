@@ -22,6 +22,7 @@ from clusterenv.config import thread_variables, usable_cores
 from clusterenv.errors import ClusterEnvError, ConfigError
 from clusterenv.launchers.kubernetes.launcher import KubernetesLauncher
 from clusterenv.launchers.local import LocalLauncher
+from clusterenv.launchers.ray import RayLauncher
 from clusterenv.launchers.slurm import SlurmLauncher
 from clusterenv.launchers.ssh import SSHLauncher
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE
@@ -33,6 +34,7 @@ LAUNCHERS: dict[str, tuple[Recipe, str]] = {
     "slurm": (SlurmLauncher, "workers by Slurm, in a job of their own or in the one this runs in"),
     "ssh": (SSHLauncher, "workers on machines you can log in to with ssh"),
     "kubernetes": (KubernetesLauncher, "workers as Pods on Kubernetes"),
+    "ray": (RayLauncher, "workers as actors of a Ray cluster"),
 }
 _LOOK_S = 1.0
 
@@ -336,7 +338,7 @@ def _read_pair(text: str, hint: Any, name: str) -> tuple[str, Any]:
     if str in value_kinds:
         return key, value if separator else True
     try:
-        return key, int(value) if separator else 1
+        return key, (float if float in value_kinds else int)(value) if separator else 1
     except ValueError:
         raise ConfigError(f"--{name.replace('_', '-')} {text}: {value!r} is not a number.") from None
 

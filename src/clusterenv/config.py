@@ -50,16 +50,19 @@ class Faults:
         on_env_error: What happens when an environment raises. "raise" raises WorkerFailed. "reset" truncates its
             episode, with `info["env_error"]`, and goes on; see docs/reliability.md.
         min_workers: Begin when this many workers are there. `stream` uses those that are; the others take part as they
-            come. All other calls wait for all.
+            come, and who was lost, when it is back. All other calls wait for all.
         max_restarts: How many workers may be started again in the whole run, so that a job that keeps crashing does not
             spend without end; then WorkerLost is raised. None: as many as it takes, but no worker more than three times
             in a row without having done any work.
+        max_worker_hours: How long the workers of the run may be there, all together: 8 workers use 8 hours in one. Then
+            they are ended, and BudgetSpent is raised by whatever the learner calls next. None: as long as it takes.
     """
 
     on_loss: str = "replace"
     on_env_error: str = "raise"
     min_workers: int | None = None
     max_restarts: int | None = None
+    max_worker_hours: float | None = None
 
     def __post_init__(self) -> None:
         _check_choice("Faults.on_loss", self.on_loss, ("replace", "raise"))
@@ -67,6 +70,9 @@ class Faults:
         for name, least in (("min_workers", 1), ("max_restarts", 0)):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole_number(f"Faults.{name}", value, least=least))
+        hours = self.max_worker_hours
+        if hours is not None and (not isinstance(hours, int | float) or not hours > 0):
+            raise ConfigError(f"Faults.max_worker_hours must be a positive number, or None, got {hours!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)

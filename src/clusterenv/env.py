@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -397,8 +398,14 @@ class ClusterEnv(BackedVectorEnv):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What the run has done and what it has cost, as a plain mapping: steps, pulls, bytes by kind, idle time."""
-        return self._rollouts.stats.report(self.num_workers)
+        """What the run has done and what it has cost, as a plain mapping: steps, pulls, bytes by kind, idle time.
+
+        `workers` is how many there are now, `workers_mean` how many there were on average since the run began, and
+        `worker_hours` for how long they have been there, all together.
+        """
+        backend = self._backend
+        workers = backend.supervisor.attendance.report(time.monotonic()) if isinstance(backend, Remote) else {}
+        return self._rollouts.stats.report(self.num_workers) | workers
 
     def summary(self) -> str:
         """Say in a sentence what was done, and what the sync rule saved against pulling every version."""

@@ -5,6 +5,7 @@ ClusterEnvError
 ├── LaunchError (RuntimeError)          workers did not start or did not join
 ├── CallTimeout (TimeoutError, ...)     a worker has not answered in time; the call is still pending
 ├── WorkerLost (RuntimeError)           a worker died or left
+├── BudgetSpent (RuntimeError)          the run has used the worker-hours it was given
 ├── WorkerFailed (RuntimeError, ...)    an environment, a policy or a factory raised on a worker
 ├── ConcurrentUse (RuntimeError)        two threads, or a forked process, use one object
 ├── SpaceMismatch (ValueError)          an environment returned what its own space does not allow
@@ -55,6 +56,10 @@ class WorkerLost(ClusterEnvError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore_loss, (self.args[0],), self.__dict__
+
+
+class BudgetSpent(ClusterEnvError, RuntimeError):
+    """The workers of a run have been there for as many hours as `Faults(max_worker_hours=...)` allows."""
 
 
 class WorkerFailed(ClusterEnvError, RuntimeError):

@@ -95,6 +95,8 @@ class Acting(Workers):
                 adopted = expect(messages.Adopted, reply)
                 check_specs([*adopted.extras, *adopted.states])
                 schemas[worker] = tuple(adopted.extras), tuple(adopted.states)
+            self.preparation.packages.note(worker, adopted.packages)
+        self.preparation.packages.tell()
         first, (extras, states) = next(iter(schemas.items()))
         for worker, schema in schemas.items():
             if schema != (extras, states):

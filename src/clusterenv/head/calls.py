@@ -77,6 +77,7 @@ class Calls:
         deferred: Defers Ctrl-C, for whoever sends or deals with several messages that belong together.
         last_call: Its number.
         num_plain_steps: How many there were.
+        upkeep: Called now and then by those who make plain steps only; may raise.
     """
 
     def __init__(self, socket: HeadSocket, fleet: Fleet, workers: Sequence[Worker], timeouts: Timeouts) -> None:
@@ -85,6 +86,7 @@ class Calls:
         self.deferred = DeferInterrupt()
         self.last_call = 0
         self.num_plain_steps = 0
+        self.upkeep: Callable[[], None] = lambda: None
         self._socket = socket
         self._fleet = fleet
         self._workers = workers
@@ -158,6 +160,7 @@ class Calls:
         if not call % _UPKEEP_CALLS:
             with self.deferred:
                 self._receive(0.0, self._early)
+            self.upkeep()
         self.num_plain_steps += 1
         mailboxes.start_plain(call, buffer)
 
@@ -202,14 +205,18 @@ class Calls:
         if worker.process is not None:
             worker.process.kill()  # It may be stopped, and would write into shared memory when it goes on.
 
-    def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
-        """End the workers: ask, wait, then insist. May be called again if it was interrupted."""
+    def dismiss(self, timeout_s: float) -> None:
+        """End the workers: ask, wait, then insist."""
         for worker in self._workers:
             if worker.mailbox is not None:
                 worker.mailbox.stop()
             if worker.peer is not None:  # By both ways: a worker may be reading either.
                 self._socket.send(worker.peer, [messages.encode(Stop())], waits=False)
-        self._fleet.stop(0.0 if terminate else self._timeouts.close_s if timeout_s is None else timeout_s)
+        self._fleet.stop(timeout_s)
+
+    def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
+        """End the workers and the connections. May be called again if it was interrupted."""
+        self.dismiss(0.0 if terminate else self._timeouts.close_s if timeout_s is None else timeout_s)
         with self.deferred:
             for worker in self._workers:
                 worker.peer = None

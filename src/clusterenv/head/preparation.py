@@ -12,6 +12,7 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.head.calls import Calls, Destination, no_arrays
 from clusterenv.head.infos import StepReader, checked_dict, expect
+from clusterenv.head.packages import Packages
 from clusterenv.head.pending import Make, step_destination
 from clusterenv.head.worker import Stage, Worker
 from clusterenv.wire import messages, values
@@ -47,12 +48,14 @@ class Preparation:
         was_reset: Whether the learner has seen its environments: then a worker that takes over resets its own.
         adoption: Makes the request to adopt the policy, if there is one.
         on_adopted: Told of each worker that was given the policy in this way.
+        packages: What workers have imported.
         weights_now: Returns the newest version and its weights, encoded and cut, for such a worker.
     """
 
     def __init__(
         self,
         calls: Calls,
+        workers: Sequence[Worker],
         memories: SharedMemories,
         assignments: Callable[[int], bytes],
         autoreset_mode: AutoresetMode,
@@ -61,6 +64,7 @@ class Preparation:
 
         Args:
             calls: Of the run; whoever shares memory gets a mailbox there.
+            workers: Their records.
             memories: Where to make these.
             assignments: A worker's assignment, by the index of its first environment.
             autoreset_mode: How environments are reset.
@@ -70,6 +74,8 @@ class Preparation:
         self.adoption: Callable[..., messages.Adopt] | None = None
         self.on_adopted: Callable[[Worker, int], None] = lambda worker, version: None
         self.weights_now: Callable[[], tuple[int, Frames]] = lambda: (0, [])
+        self.packages = Packages(workers)
+        self._is_open = False
         self._calls = calls
         self._memories = memories
         self._assignments = assignments
@@ -83,6 +89,7 @@ class Preparation:
             memory: The bell and the step buffers, if they are offered to workers.
             reader: Reads the answer to a reset.
         """
+        self._is_open = True
         self._spaces = cloudpickle.dumps(spaces)
         self._memory = memory
         self._reader = reader
@@ -91,7 +98,7 @@ class Preparation:
         """Return what to ask of a worker in a stage."""
         if stage is Stage.ASSIGN:
             code = self._assignments(worker.start)
-            return [PreparationRequest(lambda call: messages.Assign(call, code), partial(_note_made, worker))]
+            return [PreparationRequest(lambda call: messages.Assign(call, code), partial(self._note_made, worker))]
         if stage is Stage.SERVE:
             return [self._invitation(worker)]
         if stage is Stage.ADOPT:
@@ -103,6 +110,15 @@ class Preparation:
         if self.was_reset:
             requests.append(self._resumption(worker))
         return requests
+
+    def _note_made(self, worker: Worker, reply: Reply) -> None:
+        made = expect(messages.Made, reply)
+        description = checked_dict(values.loads(made.description))
+        self.packages.note(worker, made.packages)
+        if not worker.has_served:
+            worker.description = description
+        if self._is_open:  # Else all are told of together.
+            self.packages.tell()
 
     def _invitation(self, worker: Worker) -> PreparationRequest:
         """Offer a worker the run's memory, unless its predecessor may still be writing to it."""
@@ -159,16 +175,11 @@ class Preparation:
         version, frames = self.weights_now()
 
         def accept(reply: Reply) -> None:
-            expect(messages.Adopted, reply)
+            self.packages.note(worker, expect(messages.Adopted, reply).packages)
+            self.packages.tell()
             self.on_adopted(worker, version)
 
         return [PreparationRequest(lambda call: adoption(call=call, version=version), accept, arrays=frames)]
-
-
-def _note_made(worker: Worker, reply: Reply) -> None:
-    description = checked_dict(values.loads(expect(messages.Made, reply).description))
-    if not worker.has_served:
-        worker.description = description
 
 
 def _numbered(make: Make, worker: Worker, call: int) -> Request:

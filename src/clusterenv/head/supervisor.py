@@ -17,7 +17,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from clusterenv.config import Faults, Timeouts
-from clusterenv.errors import ClusterEnvError, LaunchError, WorkerLost
+from clusterenv.errors import BudgetSpent, ClusterEnvError, LaunchError, WorkerLost
+from clusterenv.head.attendance import Attendance
 from clusterenv.head.worker import Stage, Worker, WorkerState
 
 log = logging.getLogger(__name__)
@@ -75,16 +76,43 @@ class Supervisor:
     Attributes:
         losses: All there were, in order.
         is_open: Whether the run's spaces are known: before that, workers are only assigned their environments.
+        attendance: How many workers there were over time.
     """
 
-    def __init__(self, workers: Sequence[Worker], faults: Faults, timeouts: Timeouts) -> None:
+    def __init__(self, workers: Sequence[Worker], faults: Faults, timeouts: Timeouts, now: float = 0.0) -> None:
         self.losses: list[Loss] = []
         self.is_open = False
+        self.attendance = Attendance(now)
         self._faults = faults
         self._timeouts = timeouts
         self._entropy: int | None = None
         self._num_restarts = 0
+        self._num_workers = len(workers)
+        self._enough_at = now  # When there were last as many as the run needs.
         self._incomplete = dict.fromkeys(workers)  # Those that are not ready: to look at all of them takes long.
+
+    @property
+    def missing(self) -> list[Worker]:
+        """Those that were lost, and whose successors have not joined yet."""
+        return [
+            worker for worker in self._incomplete if worker.state is WorkerState.STARTING and worker.lost_at is not None
+        ]
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run goes on without some of its workers, and waits for them as long as it takes."""
+        return self._faults.min_workers is not None
+
+    def find_overspending(self, now: float) -> BudgetSpent | None:
+        """Return what tells the user that the workers have used the hours they had, if they have."""
+        limit = self._faults.max_worker_hours
+        if limit is None or (used := self.attendance.worker_s(now) / 3600) < limit:
+            return None
+        return BudgetSpent(
+            f"The workers of this run have been there for {used:.3g} hours all together, and "
+            f"Faults(max_worker_hours={limit:g}) allows no more. They have been ended; {self._num_restarts} had been "
+            "started again. Run it with more hours if it was not in vain."
+        )
 
     def seed(self, seed: int | None) -> None:
         """Let the seeds of environments that are made again follow from the run's own."""
@@ -100,6 +128,7 @@ class Supervisor:
         """Note that a worker has come."""
         if not worker.has_served:
             worker.seeds = self._fresh_seeds(worker)
+        self.attendance.change(1, now)
         worker.state, worker.stage, worker.stage_at, worker.is_asked = WorkerState.PREPARING, Stage.ASSIGN, now, False
 
     def prepared(self, worker: Worker, now: float) -> None:
@@ -130,6 +159,8 @@ class Supervisor:
     def lost(self, worker: Worker, reason: str, now: float) -> None:
         """Note that a worker is lost, and decide what follows."""
         was_prepared = worker.state is WorkerState.READY
+        if worker.state in (WorkerState.PREPARING, WorkerState.READY):
+            self.attendance.change(-1, now)
         is_first = not worker.has_served and worker.state is not WorkerState.LATE and worker.lost_at is None
         worker.state = WorkerState.LOST
         self._incomplete[worker] = None
@@ -154,13 +185,16 @@ class Supervisor:
             worker.seeds = self._fresh_seeds(worker)
             worker.restart_at = now + _BACK_OFF_S * (worker.in_a_row - 1)
 
-    def failed(self, worker: Worker, failure: ClusterEnvError) -> None:
+    def failed(self, worker: Worker, failure: ClusterEnvError, now: float) -> None:
         """Note that a worker could not be prepared, for the first time: another one would fail in the same way."""
+        self.attendance.change(-1, now)
         worker.state, worker.fatal = WorkerState.LOST, failure
 
     def advance(self, now: float) -> list[Action]:
         """Return what is to be done now."""
         actions: list[Action] = []
+        if self._num_workers - len(self._incomplete) >= (self._faults.min_workers or self._num_workers):
+            self._enough_at = now
         for worker in self._incomplete:
             if worker.state is WorkerState.LOST:
                 if worker.fatal is None and now >= worker.restart_at:
@@ -168,7 +202,8 @@ class Supervisor:
                     self._num_restarts += 1
                     actions.append(Restart(worker))
             elif worker.state is WorkerState.STARTING:
-                if worker.lost_at is not None and now - worker.stage_at > self._timeouts.join_s:
+                waits_since = max(worker.stage_at, self._enough_at)
+                if worker.lost_at is not None and now - waits_since > self._timeouts.join_s:
                     reason = f"its replacement did not join within {self._timeouts.join_s:g} s"
                     actions.append(GiveUp(worker, reason))
             elif worker.state is WorkerState.PREPARING:

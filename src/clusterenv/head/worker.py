@@ -163,6 +163,7 @@ class Worker:
         num_plain_steps: How many of these there had been when it became ready.
         seeds: What the environments of one that takes over are reset with.
         fatal: Why this worker will not be restarted.
+        packages: What its environments and its policy have imported, with versions.
     """
 
     index: int
@@ -204,6 +205,7 @@ class Worker:
     num_plain_steps: int = 0
     seeds: list[int] = field(default_factory=list)
     fatal: ClusterEnvError | None = None
+    packages: dict[str, str] = field(default_factory=dict)
 
     policy: HeldPolicy = field(default_factory=HeldPolicy)
     stream: StreamWork = field(default_factory=StreamWork)

@@ -98,7 +98,7 @@ class Workers:
         self.supervisor = supervisor
         self.timeouts = timeouts
         self.memories = SharedMemories(calls.deferred)
-        self.preparation = Preparation(calls, self.memories, assignments, autoreset_mode)
+        self.preparation = Preparation(calls, workers, self.memories, assignments, autoreset_mode)
         self.stream: StreamUser | None = None
         self.shares_memory = shares_memory
         self.num_envs = workers[-1].stop
@@ -108,6 +108,8 @@ class Workers:
         self._waits_for_late = True
         self._is_uneven = False  # Whether workers may show different ones of the two step buffers.
         self._plain_buffer = 0  # What a plain step that is under way fills.
+        self._said, self._said_at = "", 0.0  # What workers that have not joined wait for.
+        calls.upkeep = self._do_upkeep
 
     def open(self, spaces: RunSpaces) -> None:
         """Lay out the buffers; from now on workers are prepared to use them."""
@@ -160,7 +162,7 @@ class Workers:
 
     @contextlib.contextmanager
     def without_late(self) -> Iterator[None]:
-        """Do not wait for workers that have not come yet: what is asked within is asked of the others."""
+        """Do not wait for workers that have not come yet, nor, if some are enough, for those that are to come back."""
         self._waits_for_late = False
         try:
             yield
@@ -212,7 +214,7 @@ class Workers:
                     raise self._timeout(list(pending.waiting), timeout_s)
                 break
             self.advance(left)
-            if any(worker.state is WorkerState.LATE for worker in pending.waiting):
+            if any(self._may_never_come(worker) for worker in pending.waiting):
                 watch = watch or JoinWatch(self)
                 watch.look()
         if pending in self._under_way:
@@ -241,6 +243,9 @@ class Workers:
                     self._lose(action.worker, f"{action.reason}. {log_of(self.fleet, action.worker)}")
                 else:
                     self._prepare(action)
+            if missing := self.supervisor.missing:
+                self.say_what_is_awaited(missing)
+            self._check_budget()
         return bool(events)
 
     def _process(self, event: Event) -> None:
@@ -293,13 +298,44 @@ class Workers:
             return  # A forked copy of the head must not end its parent's workers.
         self.stream = None
         self._under_way.clear()
+        self.supervisor.attendance.end(time.monotonic())
         self.calls.close(timeout_s, terminate=terminate)
         self.memories.close()
 
+    def say_what_is_awaited(self, missing: Sequence[Worker]) -> None:
+        """Log what workers that have not joined wait for, when that has changed, and now and then."""
+        now, status = time.monotonic(), self.fleet.status()
+        if status and (status != self._said or now - self._said_at > _REMIND_S):
+            self._said, self._said_at = status, now
+            log.warning("waiting for %d of %d workers: %s", len(missing), len(self.workers), status)
+
+    def _may_never_come(self, worker: Worker) -> bool:
+        """Whether the supervisor does not give a worker up, however long it takes to join."""
+        is_starting = worker.state is WorkerState.STARTING
+        return worker.state is WorkerState.LATE or (is_starting and self.supervisor.is_elastic)
+
+    def _do_upkeep(self) -> None:
+        self._check_budget()
+        self.raise_fatal(self.workers)
+
+    def _check_budget(self) -> None:
+        """End the workers if they have been there for as long as they may."""
+        error = self.supervisor.find_overspending(time.monotonic())
+        if error is None or all(worker.fatal is not None for worker in self.workers):
+            return
+        self.calls.dismiss(self.timeouts.close_s)
+        self.supervisor.attendance.end(time.monotonic())
+        for worker in self.workers:
+            self.calls.strike_off(worker)
+            worker.state, worker.fatal = WorkerState.LOST, error
+
     def _start(self, pending: PendingCall, workers: Sequence[Worker] | None = None) -> PendingCall:
         """Send a call to these workers, or to all that are waited for."""
-        if workers is None:
-            workers = [worker for worker in self.workers if self._waits_for_late or worker.has_served]
+        workers = self.workers if workers is None else workers
+        if not self._waits_for_late:
+            served = [worker for worker in workers if worker.has_served]
+            here = [worker for worker in served if worker.peer is not None]
+            workers = here if here and self.supervisor.is_elastic else served
         self.raise_fatal(workers)
         self._under_way.append(pending)
         try:
@@ -386,7 +422,7 @@ class Workers:
             self._lose(worker, f"its replacement could not be prepared: {failure}")
         else:
             self.calls.strike_off(worker)
-            self.supervisor.failed(worker, failure)
+            self.supervisor.failed(worker, failure, time.monotonic())
 
     def _even_out(self) -> None:
         """Let all workers show the same one of the two step buffers again."""
@@ -419,8 +455,7 @@ class JoinWatch:
 
     def __init__(self, remote: Workers) -> None:
         self._remote = remote
-        self._started_at = self._said_at = time.monotonic()
-        self._said = ""
+        self._started_at = time.monotonic()
 
     def look(self) -> None:
         """Log what is waited for, if there is anything new to say.
@@ -432,11 +467,9 @@ class JoinWatch:
         missing = [worker for worker in remote.workers if worker.state in (WorkerState.STARTING, WorkerState.LATE)]
         if not missing:
             return
-        now, status, join_s = time.monotonic(), remote.fleet.status(), remote.timeouts.join_s
-        if status and (status != self._said or now - self._said_at > _REMIND_S):
-            self._said, self._said_at = status, now
-            log.warning("waiting for %d of %d workers: %s", len(missing), len(remote.workers), status)
-        if now - self._started_at > join_s:
+        remote.say_what_is_awaited(missing)
+        status, join_s = remote.fleet.status(), remote.timeouts.join_s
+        if time.monotonic() - self._started_at > join_s:
             names = ", ".join(str(worker.index) for worker in missing)
             raise LaunchError(
                 f"Only {len(remote.workers) - len(missing)} of {len(remote.workers)} workers joined within "

@@ -6,6 +6,9 @@ Launchers say of each worker what it gets by the same names: `cpus` (and as many
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
 from typing import Protocol
 
 from clusterenv.wire.ticket import Ticket
@@ -74,3 +77,26 @@ class Launcher(Protocol):
 
     def render(self, num_workers: int) -> str:
         """Show what `launch` would run, as a person would type it; without the ticket."""
+
+
+def run_labels() -> dict[str, str]:
+    """Return whose run this is, for the names, comments and labels by which a cluster shows its jobs.
+
+    Returns:
+        `run`, after the script, and `user`; short, and of letters, digits and dashes, as every cluster takes them.
+    """
+    import getpass  # Needed by few launchers, and imported with all of them it would cost everybody.
+
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # A user id without a name, as in many containers.
+        user = ""
+    path = Path(sys.argv[0] if sys.argv else "")
+    script = path.parent.name if path.stem == "__main__" else path.stem  # `python -m package` is the former.
+    if script.startswith("-"):  # python -c
+        script = ""
+    return {"run": _label(script) or "python", "user": _label(user) or "unknown"}
+
+
+def _label(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")

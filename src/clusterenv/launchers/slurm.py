@@ -17,7 +17,7 @@ from pathlib import Path
 
 from clusterenv.config import thread_variables
 from clusterenv.errors import ConfigError, LaunchError
-from clusterenv.launchers.base import ELSEWHERE
+from clusterenv.launchers.base import ELSEWHERE, run_labels
 from clusterenv.launchers.slurm_fleet import SlurmCommands, SlurmFleet
 from clusterenv.launchers.slurm_job import SAYS, job_environment
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
@@ -206,7 +206,7 @@ class SlurmLauncher:
     def _sbatch(self, num_workers: int) -> list[str]:
         options: dict[str, OptionValue | None] = {
             "parsable": True,
-            "job-name": "clusterenv",
+            "job-name": f"clusterenv-{run_labels()['run']}",  # Whose it is, Slurm says itself.
             "output": "/dev/null",  # The script writes to the log directory, where there is one.
             "open-mode": "append",
             "no-kill": True,  # A node that fails takes only its own workers with it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -16,6 +17,7 @@ from clusterenv.head.supervisor import Supervisor
 from clusterenv.head.worker import Worker
 from clusterenv.head.workers import WAIT_S, JoinWatch
 from clusterenv.launchers.base import Fleet, Launcher
+from clusterenv.setup.descriptors import allow_descriptors
 from clusterenv.setup.factories import Factories, local_registry, pickle_code
 from clusterenv.setup.sample import ObservationMode, Sample, make_sample
 from clusterenv.setup.trial import check_factory, describe_here
@@ -80,6 +82,7 @@ def start_workers(
     """
     if network.transport == "shm" and not semaphore.IS_SUPPORTED:
         raise ConfigError("transport='shm' needs Linux; use 'auto' or 'zmq' here.")
+    allow_descriptors(num_workers)
     shards = split_shards(factories.num_envs, num_workers)
     registry = local_registry()
     code = {
@@ -105,7 +108,7 @@ def start_workers(
             Calls(socket, fleet, workers, timeouts),
             fleet,
             workers,
-            Supervisor(workers, faults, timeouts),
+            Supervisor(workers, faults, timeouts, time.monotonic()),
             timeouts,
             assignments=code.__getitem__,
             autoreset_mode=mode,
@@ -120,6 +123,7 @@ def start_workers(
         )
         remote.open(sample.run_spaces)
         _await_workers(remote, lambda worker: worker.is_ready, at_least)
+        remote.preparation.packages.tell()
         for worker in workers:
             if worker.peer is None:
                 remote.supervisor.begin_without(worker)

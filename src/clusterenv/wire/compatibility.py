@@ -1,21 +1,57 @@
-"""Versions that head and worker must agree on so that code can be sent from one to the other."""
+"""Versions: those that head and worker must agree on so that code can be sent, and those of whatever was imported."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
 import platform
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
 import gymnasium
 import numpy as np
 
 # How many leading numbers of a version must be equal: pickled code depends on Python's minor version, pickled spaces
 # on Gymnasium's, and arrays inside them on NumPy's major version.
+_MAX_CHARACTERS = 100
+_MAX_FILES = 500
 _PARTS = {"python": 2, "gymnasium": 2, "numpy": 1}
 
 
 def installed_versions() -> dict[str, str]:
     """Return the versions in this process; for clusterenv itself the protocol's number counts."""
     return {"python": platform.python_version(), "gymnasium": gymnasium.__version__, "numpy": np.__version__}
+
+
+def imported_packages(before: Collection[str] = ()) -> dict[str, str]:
+    """Return the versions of what this process has imported that is not Python's own, by the names of modules.
+
+    A package without a version that is not installed either, such as a user's own, has a digest of its source for one.
+
+    Args:
+        before: Modules that are not asked for.
+    """
+    names = {name for name in sys.modules if "." not in name and not name.startswith("_")}
+    names -= {*before, *sys.stdlib_module_names, "clusterenv"}
+    found = {name: version for name in sorted(names) if (version := version_of(name))}
+    return {name: version for name, version in found.items() if f"{name}{version}".isascii() and version.isprintable()}
+
+
+def version_of(name: str) -> str:
+    """Return the version of a package, if it is imported or installed here and has one."""
+    module = sys.modules.get(name)
+    version = None if module is None else vars(module).get("__version__")  # Asked, a lazy module would load itself.
+    if isinstance(version, str):
+        return version[:_MAX_CHARACTERS]
+    from importlib import metadata  # Takes longer to import than half of clusterenv, and most heads never need it.
+
+    with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+        if version := metadata.version(name):
+            return version[:_MAX_CHARACTERS]
+    file = None if module is None else vars(module).get("__file__")
+    return _digest(file) if isinstance(file, str) else ""
 
 
 def find_conflict(head: Mapping[str, str], worker: Mapping[str, str]) -> str:
@@ -28,6 +64,23 @@ def find_conflict(head: Mapping[str, str], worker: Mapping[str, str]) -> str:
     packages = " ".join(f"{name}=={head[name]}" for name in wrong if name != "python")
     remedy = f"pip install {packages}" if "python" not in wrong else f"use Python {_cut(head['python'], 2)} there"
     return f"it has {has}, the head {needs}: {remedy}"
+
+
+def _digest(file: str) -> str:
+    """Return a digest of a package's source, if it is neither installed nor too large to be somebody's own."""
+    path = Path(file)
+    if path.suffix != ".py" or {"site-packages", "dist-packages"} & set(path.parts):
+        return ""
+    digest = hashlib.blake2b(digest_size=4)
+    files = sorted(path.parent.rglob("*.py"))[: _MAX_FILES + 1] if path.name == "__init__.py" else [path]
+    if len(files) > _MAX_FILES:
+        return ""
+    try:
+        for source in files:
+            digest.update(os.fsencode(source.relative_to(path.parent)) + source.read_bytes())
+    except OSError:
+        return ""
+    return f"of source {digest.hexdigest()}"
 
 
 def _cut(text: str, parts: int) -> str:

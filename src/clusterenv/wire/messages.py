@@ -16,12 +16,14 @@ from msgspec import Meta
 from clusterenv.errors import WireError
 from clusterenv.wire.info_planes import MAX_GENERATION
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 # Shown to people, in errors and logs: of one line, and a short one.
 Name = Annotated[str, Meta(max_length=255, pattern=r"\A[ -~]*\Z")]
 Key = Annotated[str, Meta(pattern=r"\A[!-~]{40}\Z")]  # a public CURVE key in Z85
 
+
+Packages = Annotated[dict[Name, Name], Meta(max_length=1000)]  # modules that were imported, and their versions
 
 # Whose code has raised. "function" is one that was given to `ClusterEnv.apply`.
 Where: TypeAlias = Literal["environment", "policy", "factory", "function"]
@@ -216,6 +218,7 @@ class Made(_Message, tag=29, frozen=True):
 
     call: int
     description: bytes  # values: a dict, see `worker.making.describe_envs`
+    packages: Packages = {}  # what making them imported
 
 
 class Ready(_Message, tag=21, frozen=True):
@@ -272,6 +275,7 @@ class Adopted(_Message, tag=25, frozen=True):
     call: int
     extras: list[ArraySpec]
     states: list[ArraySpec]
+    packages: Packages = {}  # what has been imported since `Made`
 
 
 class Measured(_Message, tag=26, frozen=True):

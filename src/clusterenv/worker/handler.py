@@ -56,7 +56,14 @@ class Handler:
     """Does what the head asks of a shard."""
 
     def __init__(
-        self, assignment: Assignment, shard: Shard, send: Send, tick: Callable[[], None], *, names: memoryview | None
+        self,
+        assignment: Assignment,
+        shard: Shard,
+        send: Send,
+        tick: Callable[[], None],
+        new_packages: Callable[[], dict[str, str]],
+        *,
+        names: memoryview | None,
     ) -> None:
         """Answer for a shard.
 
@@ -65,12 +72,14 @@ class Handler:
             shard: Does the work; it serves already.
             send: Sends parts of an answer, ahead of it.
             tick: Told of each step of a rollout.
+            new_packages: Returns the versions of what was imported since it was asked last.
             names: Where to write what infos are called; None if the step buffers are not the head's, too.
         """
         self._assignment = assignment
         self._shard = shard
         self._send = send
         self._tick = tick
+        self._new_packages = new_packages
         self._shares_memory = names is not None
         self._slot_writer = None if names is None else SlotWriter(shard.host.buffers.info_slots, names)
         self._weights_spec = WeightsSpec(())
@@ -142,7 +151,7 @@ class Handler:
         spec = self._shard.adopt(
             policy, request.version, decoded, request.num_probes, _unpickled(request.arguments) or {}
         )
-        return Adopted(request.call, list(spec.extras), list(spec.states))
+        return Adopted(request.call, list(spec.extras), list(spec.states), self._new_packages())
 
     def load_for_next(self, version: int, weights: memoryview | None) -> None:
         """Load weights that came on their own; if that raises, the next rollout says so."""

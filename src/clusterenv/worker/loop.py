@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import socket as sockets
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ from clusterenv.wire import messages, values
 from clusterenv.wire.arrays import allocate, shared_allocator
 from clusterenv.wire.assignment import Assignment, RunSpaces
 from clusterenv.wire.buffers import StepBuffers
-from clusterenv.wire.compatibility import installed_versions
+from clusterenv.wire.compatibility import imported_packages, installed_versions
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.shared import BELL_BYTES, WorkerMailbox, open_offer
 from clusterenv.wire.ticket import Ticket
@@ -86,6 +87,7 @@ class _Worker:
         self._shard: Shard | None = None
         self._handler: Handler | None = None
         self._worker_index = worker_index
+        self._told_modules = set(sys.modules)  # Those whose versions the head has been told, or need not know.
 
     def _join(self) -> None:
         self._on_registered()
@@ -139,7 +141,7 @@ class _Worker:
         except BaseException as error:  # noqa: BLE001 - a user's constructor may raise anything; it is reported
             self._send_failure(request.call, error, "factory")
         else:
-            self._channel.send(messages.Made(request.call, description))
+            self._channel.send(messages.Made(request.call, description, self._new_packages()))
         finally:
             self._progress.is_busy = False
 
@@ -160,7 +162,7 @@ class _Worker:
             if memory is not None and mailbox_memory is not None:
                 mailbox = WorkerMailbox(mailbox_memory, memory)
             names = None if mailbox is None else mailbox.names
-            self._handler = Handler(assignment, shard, channel.send, self._tick, names=names)
+            self._handler = Handler(assignment, shard, channel.send, self._tick, self._new_packages, names=names)
         except Exception as error:  # noqa: BLE001 - a user's space may raise anything; it is reported
             self._send_failure(request.call, error, "factory")
             return
@@ -185,6 +187,11 @@ class _Worker:
         finally:
             progress.is_busy = False
             progress.count += 1
+
+    def _new_packages(self) -> dict[str, str]:
+        packages = imported_packages(self._told_modules)
+        self._told_modules.update(sys.modules)
+        return packages
 
     def _report(self, request: ShardRequest, error: BaseException) -> None:
         """Tell the head of an exception; after a step, with what every environment shows now."""

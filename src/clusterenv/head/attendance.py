@@ -1,0 +1,44 @@
+"""Attendance: how many workers there were over time, and so what a run has used. The time is passed in."""
+
+from __future__ import annotations
+
+
+class Attendance:
+    """Counts workers from when they have joined to when they are lost.
+
+    Attributes:
+        num_present: How many there are now.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.num_present = 0
+        self._began_at = self._changed_at = now
+        self._worker_s = 0.0
+        self._ended_at: float | None = None
+
+    def change(self, by: int, now: float) -> None:
+        """Note that somebody came or went."""
+        self._worker_s = self.worker_s(now)
+        self._changed_at = now
+        self.num_present += by
+
+    def end(self, now: float) -> None:
+        """Note that the run has ended, and the workers with it."""
+        if self._ended_at is None:
+            self._ended_at = now
+
+    def worker_s(self, now: float) -> float:
+        """Return for how many seconds workers have been there, all together."""
+        return self._worker_s + self.num_present * (self._until(now) - self._changed_at)
+
+    def report(self, now: float) -> dict[str, float]:
+        """Return how many there are, how many there were on average since the run began, and for how long in all."""
+        worker_s = self.worker_s(now)
+        return {
+            "workers": self.num_present,
+            "workers_mean": worker_s / max(1e-9, self._until(now) - self._began_at),
+            "worker_hours": worker_s / 3600,
+        }
+
+    def _until(self, now: float) -> float:
+        return now if self._ended_at is None else max(self._changed_at, self._ended_at)

@@ -1,0 +1,355 @@
+"""RayLauncher: workers are actors of a Ray cluster. Ray places and isolates them, the head supervises them.
+
+Ray itself is used by another process only, `ray_driver`: it may wait, and ends itself if its cluster is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clusterenv.config import thread_variables, usable_cores
+from clusterenv.errors import ConfigError, LaunchError
+from clusterenv.launchers.base import run_labels
+from clusterenv.launchers.processes import WorkerLog, describe_exit, make_run_dir, uninterrupted, wait_for
+from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
+
+_END_S = 12.0  # What the driver needs to end workers that hang, and its connection.
+_PLACEMENTS = ("SPREAD", "DEFAULT")
+_ADDRESS = re.compile(r"^(?!\w+://).+:\d+$")  # Not `ray://`: whoever needs that is outside, where no worker finds him.
+# Of Ray's own names for resources, those that have a field.
+_TAKEN = {"CPU": "cpus", "GPU": "gpus"}
+
+RuntimeEnv = Mapping[str, str | Sequence[str] | Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayLauncher:
+    """Starts workers as actors of a Ray cluster, or of one on this machine if there is none.
+
+    Attributes:
+        cpus: For each worker: CPUs, as Ray counts them, and as many threads of BLAS, OpenMP and torch.
+        gpus: For each worker; a fraction lets several share one.
+        resources: For each worker, of those that the cluster's nodes were started with, e.g. `{"simulator": 1}`.
+        runtime_env: What Ray sets up where workers run, as in `ray.init`, e.g. `{"working_dir": ".", "pip": [...]}`.
+        placement: "SPREAD" spreads workers over the nodes, "DEFAULT" fills one node after another.
+        address: The cluster, as in `ray.init`: HOST:PORT of its head node. "auto" is $RAY_ADDRESS, as in a Ray job, or
+            the cluster that this machine is in, or else a new one on this machine; "local" is always that.
+        log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. Ray's own
+            logs have it, too. By default it is kept here only for error messages.
+    """
+
+    cpus: float = 1
+    gpus: float = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    runtime_env: RuntimeEnv = field(default_factory=dict)
+    placement: str = "SPREAD"
+    address: str = "auto"
+    log_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        amounts = {"cpus": self.cpus, "gpus": self.gpus}
+        amounts |= {f"resources[{name!r}]": amount for name, amount in self._mapping("resources").items()}
+        for name, amount in amounts.items():
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < math.inf:
+                raise ConfigError(f"RayLauncher.{name} must be a number of at least 0, got {amount!r}.")
+            if amount > 1 and amount != int(amount):
+                raise ConfigError(f"RayLauncher.{name} must be whole if it is more than 1, got {amount!r}.")
+        for name in _TAKEN.keys() & set(self.resources):
+            raise ConfigError(f"RayLauncher.resources may not have {name!r}: use RayLauncher({_TAKEN[name]}=...).")
+        if self.placement not in _PLACEMENTS:
+            raise ConfigError(f"RayLauncher.placement must be one of {_PLACEMENTS}, got {self.placement!r}.")
+        if self.address not in ("auto", "local") and not _ADDRESS.match(str(self.address)):
+            raise ConfigError(
+                f"RayLauncher.address must be 'auto', 'local' or HOST:PORT of the cluster's head node, got "
+                f"{self.address!r}. From outside a cluster, submit the script as a Ray job: workers must reach it."
+            )
+        try:
+            json.dumps(self._mapping("runtime_env"))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"RayLauncher.runtime_env must be plain data, as for `ray.init`: {error}.") from error
+
+    @property
+    def suggested_workers(self) -> None:
+        """One per core of this machine."""
+        return None
+
+    @property
+    def queues(self) -> bool:
+        """Yes: an autoscaler may take minutes to bring a node."""
+        return True
+
+    @property
+    def route_to(self) -> str:
+        """The cluster's head node, if it is known before anybody asks there, else this machine."""
+        return self._find_address()[0].rpartition(":")[0].strip("[]") or "127.0.0.1"
+
+    def launch(self, ticket: Ticket, num_workers: int) -> RayFleet:
+        """Start connecting to the cluster and return at once.
+
+        Raises:
+            LaunchError: There is no Ray for this Python, or a log cannot be written.
+        """
+        if importlib.util.find_spec("ray") is None:
+            raise LaunchError(
+                f"RayLauncher needs Ray, which {sys.executable} does not have: pip install 'clusterenv[ray]', in the "
+                "version that the cluster has."
+            )
+        return RayFleet(self._settings(ticket, num_workers), num_workers, self.log_dir)
+
+    def render(self, num_workers: int) -> str:
+        """Show what is asked of Ray, and what each actor runs; the ticket is in its environment."""
+        options = ", ".join(f"{name}={value!r}" for name, value in self._options().items())
+        lines = [f"ray.init({self.address!r}, runtime_env={dict(self.runtime_env)!r})"]
+        for worker_index in range(num_workers):
+            variables = {**thread_variables(self._threads), WORKER_VARIABLE: str(worker_index)}
+            command = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+            lines.append(f"actor of {options}: {command} python -m clusterenv.worker")
+        return "\n".join(lines)
+
+    @property
+    def _threads(self) -> int:
+        return max(1, int(self.cpus))
+
+    def _find_address(self) -> tuple[str, bool]:
+        """Return which cluster is meant, and whether a new one on this machine does as well."""
+        if self.address != "auto":
+            return self.address, False
+        if address := _connected_to() or os.environ.get("RAY_ADDRESS", ""):
+            return address, False
+        # Where Ray writes which cluster this machine is in. One that has not been stopped in order leaves it behind.
+        temporary = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
+        with contextlib.suppress(OSError):
+            return (temporary / "ray" / "ray_current_cluster").read_text().strip() or "auto", True
+        return "auto", True
+
+    def _mapping(self, name: str) -> dict[str, Any]:
+        value = getattr(self, name)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"RayLauncher.{name} must be a mapping, got {value!r}.")
+        return dict(value)
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "num_cpus": self.cpus,
+            "num_gpus": self.gpus,
+            "resources": dict(self.resources),
+            "scheduling_strategy": self.placement,
+        }
+
+    def _settings(self, ticket: Ticket, num_workers: int) -> dict[str, Any]:
+        labels = run_labels()
+        address, may_be_local = self._find_address()
+        needs = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        local = {name: math.ceil(amount * num_workers) for name, amount in self.resources.items()}
+        return {
+            "address": address,
+            "may_be_local": may_be_local,
+            "runtime_env": dict(self.runtime_env),
+            "namespace": f"clusterenv-{labels['user']}-{labels['run']}-{os.getpid()}-{time.time_ns()}",
+            "labels": {f"clusterenv_{name}": value for name, value in labels.items()},
+            "options": self._options(),
+            "needs": {name: amount for name, amount in needs.items() if amount},
+            # As many as the workers need: such a cluster is theirs alone, and there is nobody to wait for.
+            "local": {"num_cpus": max(usable_cores(), math.ceil(self.cpus * num_workers)), "resources": local},
+            "variables": {TICKET_VARIABLE: ticket.encode(), "PYTHONUNBUFFERED": "1"},
+            "index_variable": WORKER_VARIABLE,
+            "defaults": thread_variables(self._threads),
+            "path": _own_path(),
+            "head_pid": os.getpid(),
+        }
+
+
+class RayFleet:
+    """The driver of Ray that this process has started, and what it has told of the workers."""
+
+    ends_predecessors = False  # A node that is cut off cannot be asked.
+
+    def __init__(self, settings: dict[str, Any], num_workers: int, log_dir: str | Path | None) -> None:
+        """Start the driver.
+
+        Raises:
+            LaunchError: It cannot be started, or a log cannot be written.
+        """
+        self._settings = settings
+        self._num_workers = num_workers
+        self._logs: list[WorkerLog] = []
+        self._driver: subprocess.Popen[bytes] | None = None
+        self._lines = b""
+        self._hosts: dict[int, str] = {}
+        self._ends: dict[int, str] = {}
+        self._runs = [0] * num_workers  # How often each was started: what is told of an earlier one comes too late.
+        self._fatal = ""
+        self._is_connected = False
+        self._waits = ""
+        try:
+            run_dir = make_run_dir(log_dir)
+            for worker_index in range(num_workers):
+                with uninterrupted():
+                    self._logs.append(WorkerLog(run_dir, f"worker-{worker_index}"))
+            with uninterrupted():
+                self._driver_log = WorkerLog(None, "driver")
+                self._start_driver(range(num_workers))
+        except OSError as error:
+            self.stop(0.0)
+            raise LaunchError(f"The process that talks to Ray cannot be started: {error}.") from error
+        except BaseException:
+            self.stop(0.0)
+            raise
+
+    def exits(self) -> dict[int, str]:
+        """Return how each worker that has ended, ended."""
+        self._look()
+        return dict(self._ends)
+
+    def status(self) -> str:
+        """Say what Ray has not placed yet, and why."""
+        self._look()
+        if self._driver is not None and not self._is_connected and not self._ends:
+            return f"connecting to Ray at {self._settings['address']}"
+        return self._waits
+
+    def log_tail(self, worker_index: int) -> str:
+        """Return the last lines a worker wrote."""
+        return self._logs[worker_index].tail()
+
+    def restart(self, worker_index: int) -> None:
+        """Have Ray place a worker once more; the actor that held it before is ended."""
+        self._look()
+        self._ends.pop(worker_index, None)
+        if self._driver is not None:
+            self._start(worker_index)
+            return
+        try:
+            with uninterrupted():
+                self._start_driver([worker_index])
+        except OSError as error:
+            self._ends[worker_index] = f"could not be started: {error}"
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait this long for the workers to end on their own, then end them and the connection to Ray."""
+        if self._driver is not None:
+            self._tell(stop=timeout_s)
+            deadline = time.monotonic() + timeout_s + _END_S
+            while not wait_for(self._driver, min(deadline, time.monotonic() + 0.05)) and time.monotonic() < deadline:
+                self._read()  # Or it waits for room to tell more.
+            with uninterrupted():
+                self._end_driver()
+        for log in [*self._logs, *([self._driver_log] if hasattr(self, "_driver_log") else [])]:
+            log.close()
+
+    def _start_driver(self, worker_indices: Sequence[int]) -> None:
+        """Start the process that talks to Ray, and have it start these workers."""
+        self._lines, self._fatal, self._waits, self._is_connected = b"", "", "", False
+        descriptors = [log.file.fileno() for log in self._logs]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        self._driver = subprocess.Popen(
+            [sys.executable, "-m", "clusterenv.launchers.ray_driver"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._driver_log.file,
+            pass_fds=descriptors,
+            process_group=0,  # Ctrl-C in the terminal is for the head.
+        )
+        assert self._driver.stdout is not None
+        os.set_blocking(self._driver.stdout.fileno(), False)
+        self._tell(**self._settings, log_fds=descriptors)
+        for worker_index in worker_indices:
+            self._start(worker_index)
+
+    def _end_driver(self) -> None:
+        """Have done with the process that talks to Ray."""
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.kill()
+            driver.wait()
+            for pipe in (driver.stdin, driver.stdout):
+                assert pipe is not None
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _start(self, worker_index: int) -> None:
+        self._runs[worker_index] += 1
+        self._tell(start=worker_index, run=self._runs[worker_index])
+
+    def _tell(self, **wish: Any) -> None:
+        assert self._driver is not None, "it runs"
+        assert self._driver.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # It has ended; the next look finds out.
+            os.write(self._driver.stdin.fileno(), json.dumps(wish).encode() + b"\n")
+
+    def _look(self) -> None:
+        """Take what the driver has told. If it has ended, so have all workers."""
+        if self._driver is None:
+            return
+        status = self._driver.poll()
+        self._read()
+        if status is None:
+            return
+        with uninterrupted():
+            self._end_driver()
+        how = f"the process that talks to Ray has ended ({describe_exit(status)}): {self._driver_log.tail()[-1000:]}"
+        for worker_index in range(self._num_workers):
+            start = "" if worker_index in self._hosts else "could not be started: "
+            self._ends.setdefault(worker_index, f"{start}{self._fatal or how}")
+        self._hosts.clear()
+
+    def _read(self) -> None:
+        assert self._driver is not None, "it runs"
+        assert self._driver.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._driver.stdout.fileno(), 1 << 16):
+                *whole, self._lines = (self._lines + chunk).split(b"\n")
+                for line in whole:
+                    self._note(json.loads(line))
+
+    def _note(self, event: dict[str, Any]) -> None:
+        match event:
+            case {"worker": worker_index, "run": run} if run != self._runs[worker_index]:
+                pass
+            case {"connected": _}:
+                self._is_connected = True
+            case {"fatal": reason}:
+                self._fatal = reason
+            case {"waits": text}:
+                self._waits = text
+            case {"worker": worker_index, "status": status, "host": host}:
+                self._ends[worker_index] = f"{describe_exit(status)} on {host}{self._hint(worker_index)}"
+            case {"worker": worker_index, "ended": how}:
+                self._ends[worker_index] = how
+            case {"worker": worker_index, "host": host}:
+                self._hosts[worker_index] = host
+
+    def _hint(self, worker_index: int) -> str:
+        if "No module named 'clusterenv" not in self.log_tail(worker_index).replace(" clusterenv", " 'clusterenv"):
+            return ""
+        return (
+            ": the cluster's Python has no clusterenv, or another one; install the head's version in its image, or "
+            "have Ray do so: RayLauncher(runtime_env={'pip': ['clusterenv']})"
+        )
+
+
+def _connected_to() -> str:
+    """Return the address of the cluster that this very process is connected to, if it is."""
+    ray = sys.modules.get("ray")
+    return str(ray.get_runtime_context().gcs_address) if ray is not None and ray.is_initialized() else ""
+
+
+def _own_path() -> list[str]:
+    """Return where this process finds modules that are not installed: nodes may share the file system."""
+    installed = (sys.prefix, sys.base_prefix)
+    paths = [os.path.abspath(path or os.getcwd()) for path in sys.path]
+    return [path for path in paths if not path.startswith(installed) and "site-packages" not in path]
