@@ -10,10 +10,10 @@ from typing import Any, BinaryIO
 
 import gymnasium as gym
 import pytest
-from clusterenv.wire.compatibility import imported_packages, version_of
 
 from clusterenv import ClusterEnv
 from clusterenv.launchers.processes import ProcessFleet
+from clusterenv.wire.compatibility import imported_packages, version_of
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 from tests.launchers import OwnLauncher
 from tests.policies import Linear

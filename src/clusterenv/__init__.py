@@ -68,7 +68,7 @@ _HOMES = {
     "Decision": "policy.policy",
     "EveryUpdate": "policy.sync",
     "Faults": "config",
-    "KubernetesLauncher": "launchers.kubernetes",
+    "KubernetesLauncher": "launchers.kubernetes.launcher",
     "LocalLauncher": "launchers.local",
     "Loss": "head.supervisor",
     "NativeVector": "setup.factories",
