@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,7 @@ class NumpyProgram:
         self._values = self._load(policy)
         twin = self._twin
         before = Contents(twin.module, [TORCH])
-        stamp = before.stamp()
+        stamp, drawn = before.stamp(), _random_state()
         rows = _resize(obs, _TRACE_ROWS)
         twin.inference.study(rows)
         evaluation = Evaluation(twin.module)
@@ -111,6 +112,8 @@ class NumpyProgram:
             self._traced: Traced = recorder.finish(replace(sheet, extras=extras))
         if before.stamp() != stamp:
             raise NoProgram("the agent changes itself when it acts")
+        if _random_state() != drawn:
+            raise NoProgram("the agent draws random numbers of its own")
         arrays = self.weights(policy)
         self._evaluator = Evaluator(self._traced.program, arrays)
         if not all(self._agrees(policy, obs, count) for count in _TRIAL_ROWS):
@@ -132,6 +135,11 @@ class NumpyProgram:
                 and all(map(_is_close, _numbers(own), _numbers(truth)))
                 and all(_is_close(own_extras[name].reshape(-1), extras[name].reshape(-1)) for name in own_extras)
             )
+
+
+def _random_state() -> Hashable:
+    """Return what changes when somebody draws from Python's or numpy's common generator."""
+    return random.getstate(), np.random.get_state()[1].tobytes(), np.random.get_state()[2]  # type: ignore[index]  # a tuple
 
 
 def _numbers(distribution: Distribution) -> list[Array]:
