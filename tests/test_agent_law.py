@@ -18,7 +18,7 @@ from torch import nn
 from clusterenv import ClusterEnv, EveryUpdate, Rollout
 from clusterenv.adapters import as_policy
 from clusterenv.policy.policy import map_tree
-from tests.zoo import ZOO, AnySpace, Branching
+from tests.zoo import DISCRETE, VECTOR, ZOO, AnySpace, Branching, Whimsical
 
 # Environments of the same spaces are shared by their agents, so that a worker starts once for all of them.
 ENCLOSURES = [
@@ -119,3 +119,13 @@ def _stack(samples: list[Any]) -> Any:
     if isinstance(samples[0], tuple):
         return tuple(_stack(list(parts)) for parts in zip(*samples, strict=True))
     return np.stack(samples)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_agent_that_draws_its_own_random_numbers_still_does_on_workers(num_workers: int) -> None:
+    make_env = functools.partial(AnySpace, VECTOR, DISCRETE)
+    with ClusterEnv(make_env, 2, num_workers=num_workers) as envs:
+        envs.reset(seed=1)
+        rollout = envs.rollout(Whimsical(), 60)
+        assert envs.stats["fast_path"] == 0
+    assert set(rollout.value.ravel().tolist()) == {0.0, 1.0}

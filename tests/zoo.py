@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -190,6 +191,16 @@ class Branching(Base):
             ]
             return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
         return super().get_action_and_value(x, action)
+
+
+class Whimsical(Base):
+    """Branches on random numbers that no observation decides, and says which way it went by its value."""
+
+    def get_action_and_value(self, x: Any, action: Any = None) -> Any:
+        action, logprob, entropy, value = super().get_action_and_value(x, action)
+        if float(torch.rand(1)) < 0.5 or random.random() < 0.5:
+            return action, logprob, entropy, value * 0.0
+        return action, logprob, entropy, value * 0.0 + 1.0
 
 
 class Probabilities(Base):

@@ -138,8 +138,9 @@ class Evaluator:
         self._obs_places = [(leaf, self._places["obs", leaf]) for leaf in self._leaves]
         self.refresh()
 
-    def refresh(self) -> None:
-        """Take note that the arrays have changed."""
+    def refresh(self, arrays: Weights | None = None) -> None:
+        """Take note that the arrays have changed, or are others now."""
+        self._arrays = self._arrays if arrays is None else arrays
         numbers = self._arrays.get(CONSTANTS, np.zeros(0)).tolist()
         for (source, key), place in self._places.items():
             if source == "array":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from clusterenv.policy.distribution import Array, Distribution
 from clusterenv.policy.families import Categorical, MultiCategorical
 from clusterenv.policy.policy import Tree, map_tree
 from clusterenv.policy.program import CONSTANTS, Evaluator, Program, ProgramPolicy, leaves_of, paths_of
-from clusterenv.policy.weights import WeightsSpec
+from clusterenv.policy.weights import Weights, WeightsSpec
 
 if TYPE_CHECKING:
     from clusterenv.adapters.torch.policy import TorchPolicy
@@ -37,6 +38,7 @@ class NumpyProgram:
 
     def __init__(self, policy: TorchPolicy, twin: TorchPolicy, obs: Tree) -> None:
         self._twin = twin
+        self._evaluation, self._randomness = Evaluation(twin.module), Randomness(0)
         self._generation = policy.contents.generation
         self._paths = paths_of(obs)
         self._trace(policy, obs)
@@ -70,8 +72,10 @@ class NumpyProgram:
 
     def weights(self, policy: TorchPolicy) -> dict[str, Array]:
         """Return the arrays that the program reads, and its constants."""
-        arrays = policy.contents.weights()
-        return {**{name: arrays[name] for name in self._traced.program.arrays()}, CONSTANTS: self._traced.constants}
+        return self._pick(policy.contents.weights())
+
+    def _pick(self, arrays: Weights) -> dict[str, Array]:
+        return {**{name: arrays[name] for name in self._names}, CONSTANTS: self._traced.constants}
 
     def reduce(self, policy: TorchPolicy) -> tuple[Any, ...]:
         """Pickle as a policy that needs no torch."""
@@ -85,20 +89,20 @@ class NumpyProgram:
 
     def _load(self, policy: TorchPolicy) -> Hashable:
         """Give the copy the weights of this moment; returns the plain values among them."""
-        weights = policy.contents.weights()
-        self._twin.load(weights)
         self._stamp = policy.stamp()
+        self._carried = policy.contents.weights()
+        self._twin.load(self._carried)
         return policy.contents.plain_values()
 
     def _trace(self, policy: TorchPolicy, obs: Tree) -> None:
         self._values = self._load(policy)
         twin = self._twin
         before = Contents(twin.module, [TORCH])
-        stamp = before.stamp()
+        stamp, drawn = before.stamp(), _random_state()
         rows = _resize(obs, _TRACE_ROWS)
         twin.inference.study(rows)
-        evaluation = Evaluation(twin.module)
-        with evaluation.quiet(), Randomness(0).torch():
+        evaluation = self._evaluation
+        with evaluation.quiet(), self._randomness.torch():
             tensors = map_tree(torch.clone, evaluation.tensors(rows))
             leaves: list[Any] = leaves_of(tensors, self._paths)
             if not all(leaf.dtype in (torch.float32, torch.float64) for leaf in leaves):
@@ -111,8 +115,10 @@ class NumpyProgram:
             self._traced: Traced = recorder.finish(replace(sheet, extras=extras))
         if before.stamp() != stamp:
             raise NoProgram("the agent changes itself when it acts")
-        arrays = self.weights(policy)
-        self._evaluator = Evaluator(self._traced.program, arrays)
+        if _random_state() != drawn:
+            raise NoProgram("the agent draws random numbers of its own")
+        self._names = self._traced.program.arrays()
+        self._evaluator = Evaluator(self._traced.program, self._pick(self._carried))
         if not all(self._agrees(policy, obs, count) for count in _TRIAL_ROWS):
             raise NoProgram("what numpy returns is not what the agent returns")
 
@@ -120,18 +126,23 @@ class NumpyProgram:
         """Compare with the copy of the agent on some of the observations."""
         rows = _resize(obs, num_rows)
         twin = self._twin
-        evaluation = Evaluation(twin.module)
-        with evaluation.quiet(), Randomness(0).torch():
+        evaluation = self._evaluation
+        with evaluation.quiet(), self._randomness.torch():
             sheet = twin.inference.sheet(evaluation.tensors(rows), num_rows)
             truth, extras = read(sheet), {name: as_array(value) for name, value in sheet.extras.items()}
         with np.errstate(all="ignore"):
-            self._evaluator = Evaluator(self._traced.program, self.weights(policy))
+            self._evaluator.refresh(self._pick(self._carried))
             own, own_extras = self._evaluator(leaves_of(rows, self._paths))
             return (
                 type(own) is type(truth)
                 and all(map(_is_close, _numbers(own), _numbers(truth)))
                 and all(_is_close(own_extras[name].reshape(-1), extras[name].reshape(-1)) for name in own_extras)
             )
+
+
+def _random_state() -> Hashable:
+    """Return what changes when somebody draws from Python's or numpy's common generator."""
+    return random.getstate(), np.random.get_state()[1].tobytes(), np.random.get_state()[2]  # type: ignore[index]  # a tuple
 
 
 def _numbers(distribution: Distribution) -> list[Array]:

@@ -70,7 +70,6 @@ class Recorder(TorchFunctionMode):
         self._steps: list[Step | str] = []  # A text: why it is not one.
         self._constants: list[float] = []
         self._kept: list[Any] = [leaves, dict(arrays)]  # So that no id is given away twice.
-        self._depends: set[int] = {id(leaf) for leaf in leaves}
         self._escape: str | None = None
 
     def __torch_function__(
@@ -113,14 +112,13 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
             name = f"get {getattr(func.__self__, '__name__', '')}"
-        inputs = list(_tensors_in((args, kwargs)))
-        depends = any(id(tensor) in self._depends for tensor in inputs)
         results = list(_tensors_in(result)) if not isinstance(result, torch.Tensor) else [result]
         if not results:
-            if depends and name not in _METADATA:
-                self._escape = self._escape or f"{name}() of something that depends on observations"
+            if name not in _METADATA and any(True for _ in _tensors_in((args, kwargs))):
+                self._escape = self._escape or f"{name}() of a tensor"
             return
-        changes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or kwargs.get("inplace")
+        is_operator = name.startswith("__i") and name != "__invert__"  # As in `x += 1`.
+        changes = (name.endswith("_") and not name.endswith("__")) or is_operator or kwargs.get("inplace")
         if name == "__setitem__" or (changes and self._is_shared(args[0])):
             self._escape = f"{name}() writes to a tensor"
             return
@@ -137,8 +135,6 @@ class Recorder(TorchFunctionMode):
                     continue
                 index = len(self._steps) - 1
                 self._refs[id(tensor)] = Ref("step", index, None if isinstance(result, torch.Tensor) else part)
-        if depends:
-            self._depends |= {id(tensor) for tensor in results}
 
     def _is_shared(self, tensor: Any) -> bool:
         """Tell whether writing to a tensor may change another one."""
