@@ -227,7 +227,7 @@ class Versions:
         self._sum_held = 0
         for worker in self._workers:
             worker.policy = HeldPolicy(tracker=self._rule.start())
-            if worker.has_served and worker.peer is not None:
+            if worker.is_ready:
                 self._pull(worker, Reason.FIRST)
 
     def _show(self, policy: Policy) -> None:
