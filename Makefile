@@ -20,7 +20,7 @@ demo: $(VENV)/.demo  ## Install, and watch PPO learn to land on the moon: two mi
 test: $(VENV)/.dev  ## Install, and run the tests: ten minutes on two cores
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-slow: $(VENV)/.dev  ## Run the tests that take long: examples that learn, campaigns of faults
+slow: $(VENV)/.dev  ## Run the tests that take long: examples that learn, campaigns of faults, Kubernetes, Ray
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 quick: $(VENV)/.dev  ## Run the quick tests: laws, codecs, supervisor, one real run for each transport

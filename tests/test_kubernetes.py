@@ -37,7 +37,7 @@ from tests.located import make_located
 from tests.remains import descendants, wait_until_gone
 from tests.test_readme import blocks_of
 
-pytestmark = pytest.mark.xdist_group("kubernetes")
+pytestmark = [pytest.mark.xdist_group("kubernetes"), pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parent.parent
 LAPTOP = "10.88.0.4"

@@ -14,7 +14,7 @@ import pytest
 
 from tests.learner_venvs import ROOT, run_with
 
-pytestmark = pytest.mark.timeout(400)  # The first time, the learner is installed.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # The first time, the learner is installed.
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tests.sshd import ROOT
 from tests.test_readme import blocks_of
 from tests.worlds import assert_same, make_factories
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.policies import Linear
 from tests.ray_cluster import RayCluster, ray_cluster
 from tests.worlds import assert_same, make_factories
 
-pytestmark = pytest.mark.xdist_group("ray hosts")
+pytestmark = [pytest.mark.xdist_group("ray hosts"), pytest.mark.slow, pytest.mark.timeout(300)]
 
 NETWORK = Network(transport="zmq")
 
