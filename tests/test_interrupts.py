@@ -2,56 +2,24 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 from gymnasium.vector import SyncVectorEnv
 
-import clusterenv
 from clusterenv import ClusterEnv, Timeouts
 from tests.conftest import Backend
+from tests.interruption import Interruption
 from tests.worlds import assert_same, make_factories
 
-LIBRARY = Path(clusterenv.__file__).parent
-# What holds a call's state. What reads and merges infos runs a thousand lines a call, and holds none.
-STATEFUL = tuple(
-    str(LIBRARY / name)
-    for name in ("env.py", "vector.py", "head/remote", "head/crew.py", "head/hub.py", "head/desks.py", "wire/zeromq.py")
+# What holds a call's state. What reads and merges infos runs a thousand lines per call, and holds none.
+PLACES = (
+    *("env.py", "vector.py", "wire/zeromq"),
+    *(f"head/{name}" for name in ("remote", "workers", "acting", "calls", "pending", "mailboxes")),
 )
 
 Call = Callable[[ClusterEnv], Any]
-
-
-class Interruption:
-    """Ctrl-C before the given stateful line of clusterenv that is run inside the block; the first is 0."""
-
-    def __init__(self, line: int) -> None:
-        self._left = line
-
-    @property
-    def has_come(self) -> bool:
-        return self._left < 0
-
-    def __enter__(self) -> None:
-        self._previous = sys.gettrace()
-        sys.settrace(self._trace)
-
-    def __exit__(self, *exception: object) -> None:
-        sys.settrace(self._previous)
-
-    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(STATEFUL):
-            return None
-        if event == "line":
-            self._left -= 1
-            if self._left == -1:
-                signal.raise_signal(signal.SIGINT)
-        return self._trace
 
 
 @pytest.mark.parametrize(
@@ -69,7 +37,7 @@ def test_an_interrupt_before_any_line_of_a_call_spoils_no_later_call(remote: Bac
         line, has_come = 0, True
         while has_come:
             envs.reset(seed=1)
-            interruption = Interruption(line)
+            interruption = Interruption(line, *PLACES)
             try:
                 with interruption:
                     call(envs)

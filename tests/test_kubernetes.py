@@ -159,14 +159,16 @@ class TestKubernetesLauncher(LauncherContract):
     def make_launcher(self, log_dir: Path) -> Launcher:
         return make(log_dir=log_dir)
 
-    def open(self, launcher: Launcher, env: Any, num_envs: int | None = None, on_loss: str = "replace") -> ClusterEnv:
+    def open(
+        self, launcher: Launcher, env: Any, num_envs: int | None = None, faults: Faults | None = None
+    ) -> ClusterEnv:
         return KubeEnv(
             env,
             num_envs,
             num_workers=NUM_WORKERS,
             launcher=launcher,
             timeouts=TIMEOUTS,
-            faults=Faults(on_loss=on_loss),
+            faults=faults or Faults(),
             network=OVER_TCP,
         )
 

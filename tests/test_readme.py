@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# These need a cluster: tests/test_slurm.py and tests/test_ray.py have one.
-ELSEWHERE = ("SlurmLauncher", "SSHLauncher", "RayLauncher", "ByHandLauncher")
+# These need a cluster: tests/test_slurm.py, test_ray.py and test_kubernetes.py have one.
+ELSEWHERE = ("SlurmLauncher", "SSHLauncher", "KubernetesLauncher", "RayLauncher", "ByHandLauncher")
 
 
 def blocks_of(page: Path) -> list[str]:
