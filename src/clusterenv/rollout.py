@@ -139,8 +139,9 @@ class Rollout:
         """
         import torch  # Only who has torch asks for it.
 
-        def convert(array: NDArray[Any]) -> Any:
-            tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        def convert(array: Any) -> Any:
+            is_array = isinstance(array, np.ndarray)
+            tensor = torch.from_numpy(array if array.flags.writeable else array.copy()) if is_array else array
             return tensor if device is None else tensor.to(device, non_blocking=True)
 
         changed = {name: map_tree(convert, getattr(self, name)) for name in _LEARNED}
@@ -153,7 +154,10 @@ class Rollout:
         the "observation" each action really led to, "reward", "terminated", "truncated" and "done". On the CPU all but
         the next observations share the rollout's memory.
         """
-        from tensordict import TensorDict  # Only who has it asks for it.
+        try:
+            from tensordict import TensorDict  # Only who has it asks for it.
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("to_tensordict() needs the package tensordict: pip install tensordict") from error
 
         own = self.to_torch(device)
         following = replace(self, obs=self._next_observations()).to_torch(device).obs
@@ -179,7 +183,13 @@ class Rollout:
         return map_tree(follow, self.obs, self.next_obs, self.finals.obs)
 
     def transitions(self) -> Transitions:
-        """Return the valid steps as single transitions, with true final observations."""
+        """Return the valid steps as single transitions, with true final observations.
+
+        Raises:
+            TypeError: This is a rollout with tensors.
+        """
+        if not isinstance(self.valid, np.ndarray):
+            raise TypeError("This rollout holds tensors: take transitions() of the one with arrays, before to_torch().")
         steps, envs = np.nonzero(self.valid)
         return Transitions(
             map_tree(lambda part: part[steps, envs], self.obs),

@@ -64,6 +64,8 @@ class Acting(Workers):
         """
         try:
             code = cloudpickle.dumps((policy, spec))
+        except PolicyError:
+            raise
         except Exception as error:
             raise PolicyError(f"The agent cannot be sent to workers: {type(error).__name__}: {error}.") from error
         self.settle()

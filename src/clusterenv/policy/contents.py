@@ -20,7 +20,16 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import cloudpickle
@@ -186,9 +195,10 @@ class Contents:
         except PolicyError:
             raise
         except Exception as error:
+            why = f", because of its {self._unsendable[0]}" if self._unsendable else ""
             raise PolicyError(
-                f"The agent cannot be sent to workers: {error} Does it hold something that only the learner needs, "
-                "such as an environment, a logger or a lock?"
+                f"The agent cannot be sent to workers{why}: {error}. Keep what only the learner needs (an environment, "
+                "a logger, a lock) outside of the agent."
             ) from error
         return buffer.getvalue()
 
@@ -206,6 +216,7 @@ class Contents:
             by_kind.setdefault(kind, []).append(array)
         self._watches = [kind.watch(arrays) for kind, arrays in by_kind.items()]
         self._is_blind = bool(walk.warnings)
+        self._unsendable = walk.unsendable
         for warning in walk.warnings:
             if warning not in self._warned:
                 self._warned.add(warning)
@@ -227,8 +238,17 @@ class Contents:
         kinds = [type(scalar) for scalar in scalars]
         return None if not _SCALARS.issuperset(kinds) else (tuple(scalars), tuple(kinds), deep)
 
+    def _dump_slot(self, place: Place, path: str) -> bytes:
+        try:
+            return _dump(place.read(), self._kinds)
+        except Exception as error:
+            raise PolicyError(
+                f"The agent cannot be sent to workers, because of its {path}: {error}. Keep what only the learner "
+                "needs (an environment, a logger, a lock) outside of the agent."
+            ) from error
+
     def _encode_values(self) -> Array:
-        values = tuple(_dump(place.read(), self._kinds) for place, _ in self._slots)
+        values = tuple(self._dump_slot(place, path) for place, path in self._slots)
         if self._block is not None and self._block[0] == values and len(self._block[1]) == self._capacity:
             return self._block[1]
         data = pickle.dumps(values, 5)
@@ -302,8 +322,8 @@ class NumpyArrays:
         np.copyto(obj, array)
 
     def watch(self, arrays: Sequence[Any]) -> Callable[[], Hashable]:
-        samples = [sample(array) for array in arrays]
-        return lambda: b"".join([some.tobytes() for some in samples])
+        samples = [_sampler(array) for array in arrays]
+        return lambda: b"".join([read() for read in samples])
 
     def reduce(self, obj: Any, *, has_values: bool) -> tuple[Any, ...]:
         if has_values:
@@ -335,9 +355,13 @@ class _Walk:
         self.same: list[tuple[Place, Any]] = []
         self.containers: list[Any] = []
         self.warnings: list[str] = []
+        self.unsendable: list[str] = []
         self._kinds = (*kinds, NUMPY)
         self._own = list(own.values())
         self._weight_dicts: set[int] = set()
+        self._first: dict[
+            int, str
+        ] = {}  # Where each was met first: what is bound to it elsewhere is part of the structure.
         self._seen: dict[int, Any] = {}  # Holds what it has seen, so that no id is given away twice.
 
     def visit(self, obj: Any, place: Place | None, path: str) -> None:
@@ -356,8 +380,10 @@ class _Walk:
         if place is not None:
             self.same.append((place, place.read()))
         if id(obj) in self._seen:
+            self.signature.append((path, "is", self._first.get(id(obj))))
             return
         self._seen[id(obj)] = obj
+        self._first[id(obj)] = path
         self._visit_object(obj, place, path)
 
     def _visit_array(self, kind: ArrayKind, array: Any, place: Place | None, path: str) -> None:
@@ -378,7 +404,16 @@ class _Walk:
                 while name in self.arrays:
                     name += "'"
                 self.arrays[name] = kind, array
+                self._first[id(array)] = name
                 self.signature.append((name, kind.view(array).shape, kind.view(array).dtype.str))
+                if kind is NUMPY and array.nbytes >= SMALL_BYTES:
+                    self.warnings.append(
+                        f"The agent carries an array of {array.nbytes} bytes ({path or 'its own'}), of which only "
+                        "samples are compared: a change of a few of its numbers may not reach the workers. Call "
+                        "envs.publish(agent) after such a change, or keep what only the learner needs elsewhere."
+                    )
+            else:
+                self.signature.append((path, "is", self._first.get(id(array))))
 
     def _visit_object(self, obj: Any, place: Place | None, path: str) -> None:
         if isinstance(obj, FunctionType):
@@ -433,9 +468,10 @@ class _Walk:
             return
         self.signature.append((path, type(obj), tuple(obj) if isinstance(obj, dict) else len(obj)))
         if isinstance(obj, tuple):
-            if all(type(item) in _SCALARS for item in obj):
+            if place is not None and all(type(item) in _SCALARS for item in obj):
                 self._visit_leaf(obj, place, path)
                 return
+            self.signature.append(tuple((type(item), repr(item)) for item in obj if type(item) in _SCALARS))
             for index, item in enumerate(obj):
                 if type(item) not in _SCALARS:
                     self.visit(item, None, _join(path, str(index)))
@@ -478,6 +514,8 @@ class _Walk:
                 elif isinstance(function, FunctionType):
                     self.visit(getattr(function, "__wrapped__", function), None, path)
                     self.visit(function, None, path)
+                elif isinstance(value, MemberDescriptorType | GetSetDescriptorType):
+                    continue  # How slots are read: instances have the values.
                 elif not name.startswith("__") and not name.startswith("_abc"):
                     self.visit(value, Place(base, "attribute", name), _join(path, name))
 
@@ -493,6 +531,7 @@ class _Walk:
             size = len(_dump(obj, self._kinds))
         except Exception:  # noqa: BLE001 - what cannot be pickled is told by `pack`, with what to do about it
             self.signature.append((path, type(obj)))
+            self.unsendable.append(path)
             return
         if size > SMALL_BYTES:
             self.signature.append((path, type(obj)))
@@ -592,6 +631,18 @@ def sample(array: Array) -> Array:
     return flat if array.nbytes < SMALL_BYTES else flat[:: max(1, flat.size // _NUM_SAMPLES)]
 
 
+def _sampler(array: Array) -> Callable[[], bytes]:
+    """Return what reads the array, or some of its numbers, from its own memory however that is laid out."""
+    if array.flags.c_contiguous or array.nbytes < SMALL_BYTES:
+        view = sample(array) if array.flags.c_contiguous else array
+        return lambda: view.tobytes()
+    if array.flags.f_contiguous:
+        view = sample(array.T)
+        return lambda: view.tobytes()
+    where = np.unravel_index(np.arange(0, array.size, max(1, array.size // _NUM_SAMPLES)), array.shape)
+    return lambda: array[where].tobytes()
+
+
 def _is_by_value(obj: Any) -> bool:
     """Tell whether cloudpickle copies a function or class, rather than import it on the other side."""
     module = sys.modules.get(getattr(obj, "__module__", None) or "")
@@ -621,8 +672,12 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
 def _has_plain_state(obj: Any) -> bool:
     """Tell whether an object is pickled attribute by attribute."""
     cls: Any = type(obj)
+    if cls is SimpleNamespace:
+        return True
     if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
         return False
+    if isinstance(obj, dict | list | tuple | set | frozenset | str | bytes | int | float | complex):
+        return False  # It has more to it than its attributes.
     return hasattr(obj, "__dict__") or any(getattr(base, "__slots__", ()) for base in cls.__mro__)
 
 

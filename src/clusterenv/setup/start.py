@@ -34,7 +34,7 @@ def count_workers(num_workers: int | None, num_envs: int, launcher: Launcher) ->
     num_workers = whole_number("num_workers", num_workers, least=0)
     if num_workers > num_envs:
         raise ConfigError(
-            f"num_workers={num_workers}, but there are only {num_envs} environments to divide among them."
+            f"num_workers={num_workers}, but num_envs={num_envs}: every worker hosts at least one environment."
         )
     return num_workers
 
