@@ -62,7 +62,7 @@ CONSTRUCTION: dict[str, tuple[Mistake, str, str, str]] = {
         lambda: make(num_envs=2, num_workers=4),
         "num_workers=4",
         "num_workers=4",
-        "only 2 environments",
+        "num_envs=2",
     ),
     "unknown autoreset mode": (
         lambda: make(autoreset_mode="Never"),

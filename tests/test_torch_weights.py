@@ -162,6 +162,7 @@ def test_acting_changes_neither_the_weights_nor_the_mode_of_the_agent(obs: Obs) 
             super().__init__()
             self.actor = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
 
+    torch.distributions.Distribution.set_default_validate_args(True)  # SB3, once imported, switches them off.
     agent = Normed().train()
     policy = as_policy(agent)
     stamp = policy.stamp()

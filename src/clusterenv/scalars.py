@@ -10,7 +10,8 @@ from clusterenv.errors import ConfigError
 
 # By what a curve is about; TensorBoard and Weights & Biases show each as a section of its own.
 _SECTIONS = {
-    "rollouts": ("env_steps", "rollouts", "env_steps_per_second", "collect_seconds", "worker_idle_share"),
+    "rollouts": ("env_steps", "rollouts", "env_steps_per_second", "collect_seconds", "worker_idle_share", "fast_path"),
+    "workers": ("workers", "workers_mean", "worker_hours"),
     "faults": ("env_errors", "rollouts_discarded", "rollouts_lost", "env_steps_discarded"),
     "sync": ("updates", "checks", "pulls", "pulls_saved", "divergence", "age"),
 }
