@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -51,5 +50,7 @@ class Ownership:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(RuntimeError):  # Another thread has taken it over.
+        try:  # noqa: SIM105 - in every step, and `suppress` takes ten times as long
             self._lock.release()
+        except RuntimeError:
+            pass  # Another thread has taken it over.

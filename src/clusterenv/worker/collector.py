@@ -365,7 +365,7 @@ class Collector:
             elif bounds is None:
                 if array.dtype.kind == "f" and np.isnan(array).any():
                     raise PolicyError(f"The policy's action{leaf} holds NaN. Has training diverged?")
-            elif (array < bounds[0]).any() or (array > bounds[1]).any():
+            elif _is_outside(array, *bounds):
                 raise PolicyError(
                     f"The policy's action{leaf} must be from {bounds[0]} to {bounds[1]}, got {array.min()} to "
                     f"{array.max()}. The action space is {self._batched_actions}."
@@ -379,6 +379,13 @@ class Collector:
         if self._actions.is_single:
             return actions[0]
         return iterate(self._batched_actions, self._actions.nest(actions))
+
+
+def _is_outside(array: NDArray[Any], least: Any, largest: Any) -> bool:
+    """Tell whether a choice is not in the space. Once per step: the common case takes one look at the numbers."""
+    if array.dtype == np.int64 and type(least) is int and least == 0:
+        return bool(array.view(np.uint64).max() > largest)  # Negative ones are the largest of all.
+    return bool((array < least).any() or (array > largest).any())
 
 
 def _leaf_spaces(space: Space[Any]) -> list[Space[Any]]:
