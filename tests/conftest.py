@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from clusterenv import Network
@@ -66,6 +68,15 @@ def libraries_are_warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     # All test modules are imported by now: what they have made stays, and need not be looked at after every test.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def chance_is_the_same_every_time() -> None:
+    """Seed the generators that tests draw from without saying so: what passes once passes always."""
+    random.seed(0)
+    np.random.seed(0)  # The global generator is the one that others draw from.
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(params=list(BACKENDS.values()), ids=list(BACKENDS), scope="module")

@@ -74,7 +74,7 @@ def test_weights_are_picked_up_and_every_rollout_is_labelled_with_those_that_mad
                 model = Linear()
                 model.matrix[...] = history[version]
                 logprob, _ = model.evaluate(rollout.obs, rollout.actions)
-                np.testing.assert_allclose(rollout.extras["logprob"], logprob, rtol=1e-4)
+                np.testing.assert_allclose(rollout.extras["logprob"], logprob, rtol=1e-4, atol=1e-6)
                 assert (rollout.ages == len(history) - version).all()
                 agent.nudge()
                 history[len(history) + 1] = agent.matrix.copy()
