@@ -8,6 +8,9 @@ PIP := $(PIP_SEEN) --quiet
 PROCESSES ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); [ $$cores -ge 4 ] && echo 4 || echo $$((cores + 1)))
 PYTEST = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup
 
+# Workers start in a third less time from bytecode; some images forbid Python to write any.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test slow quick check lint types bench guard fuzz clean
 

@@ -47,9 +47,15 @@ _UNPOLLED = 16  # Messages to take, where there are many, before looking again w
 # Plain numbers: to combine members of an enum takes longer than to send.
 _SNDMORE, _DONTWAIT, _EVENTS, _POLLIN = int(zmq.SNDMORE), int(zmq.DONTWAIT), int(zmq.EVENTS), int(zmq.POLLIN)
 _SRCFD = int(zmq.SRCFD)
-_EVENT = struct.Struct("=Hi")  # What a monitor's message begins with: the event, and its descriptor.
+_EVENT = struct.Struct("=Hi")  # What a monitor's message begins with: the event and its value, mostly a descriptor.
 
 Frames = list[zmq.Frame]
+
+
+def receive_event(monitor: zmq.Socket[Any]) -> tuple[int, int]:
+    """Receive an event of a socket: which one, and its value. pyzmq's own way would import asyncio into each worker."""
+    event, value = _EVENT.unpack(monitor.recv_multipart()[0])
+    return event, value
 
 
 class Keys(NamedTuple):
@@ -319,8 +325,7 @@ class HeadSocket:
         for _ in range(_ENOUGH_EVENTS):
             if not self._events.poll(0):
                 return
-            _, descriptor = _EVENT.unpack(self._events.recv_multipart()[0])
-            self._hangups.add(descriptor)
+            self._hangups.add(receive_event(self._events)[1])
 
     def _answer_zap(self) -> None:
         """Let in the ticket's key and those that were registered, and note whose a connection is (RFC 27, ZAP)."""

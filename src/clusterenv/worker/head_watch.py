@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from clusterenv.wire.endpoint import ReachabilityProbe, remove_endpoint
 from clusterenv.wire.ticket import Ticket
+from clusterenv.wire.zeromq import receive_event
 from clusterenv.worker.guardian import Guardian
 from clusterenv.worker.progress import LoopProgress, StackDumper
 
@@ -115,7 +115,7 @@ class Link:
     def watch(self, timeout_s: float) -> None:
         """Listen to events for this long; while there is no connection, try one now and then."""
         if self._events.poll(int(timeout_s * 1000)):
-            self._note(recv_monitor_message(self._events)["event"])
+            self._note(receive_event(self._events)[0])
         now = time.monotonic()
         if not self._is_up and not self.verdict and now - self._tried_at >= _BETWEEN_TRIES_S:
             self._tried_at = now
