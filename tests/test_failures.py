@@ -248,7 +248,7 @@ def test_a_stopped_worker_is_a_hanging_worker(remote: Backend) -> None:
 def test_a_constructor_that_hangs_ends_in_an_error(remote: Backend, seconds: Stopwatch) -> None:
     makers = two_fine_and(lambda: TroubledWorld("constructor", "hang", index=2))
     with pytest.raises(ClusterEnvError, match=r"(?i)worker 1"):
-        ClusterEnv(makers, timeouts=Timeouts(join_s=4, call_s=2, close_s=1), **remote)
+        ClusterEnv(makers, timeouts=Timeouts(join_s=9, call_s=2, close_s=1), **remote)
     assert seconds() < 25
 
 

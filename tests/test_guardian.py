@@ -239,7 +239,16 @@ def test_the_stack_of_a_crash_is_in_the_error(remote: Backend) -> None:
     assert caught.value.worker_index == 1
 
 
-def test_sigquit_ends_a_worker_and_its_helpers_at_once() -> None:
+@pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN], ids=["in a terminal", "in the background"])
+def test_sigquit_ends_a_worker_and_its_helpers_at_once(inherited: signal.Handlers) -> None:
+    before = signal.signal(signal.SIGQUIT, inherited)
+    try:
+        _quit_a_worker()
+    finally:
+        signal.signal(signal.SIGQUIT, before)
+
+
+def _quit_a_worker() -> None:
     with ClusterEnv(BUSY, num_workers=2, faults=Faults(on_loss="raise")) as envs:
         pids = [*envs.call("perform", "start_helpers")[1], envs.worker_pids[1]]
         envs.call_async("perform", "hold_lock")

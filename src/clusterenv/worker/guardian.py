@@ -311,7 +311,8 @@ def _catch_signals() -> tuple[int, int]:
     for ignored in (signal.SIGINT, signal.SIGTTOU):  # The latter stops who writes to a terminal in the background.
         signal.signal(ignored, signal.SIG_IGN)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # As under nohup.
+        # Shells start what runs in the background with SIGQUIT ignored; nohup ignores SIGHUP, and that one is meant.
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     return ends
 
