@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from typing import BinaryIO
 
 from clusterenv.launchers.processes import wait_for
 
@@ -18,7 +19,8 @@ _POLL_S = 0.05
 class Command:
     """A program that runs in the background until it answers, or its time is up.
 
-    It writes to files: whoever reads a pipe may have to wait, if the program has children.
+    It writes to files: whoever reads a pipe may have to wait, if the program has children. They are in memory: a full
+    disk must not make a scheduler's answer an empty one.
 
     Attributes:
         status: How it ended, once `poll` has seen it.
@@ -40,9 +42,9 @@ class Command:
         self.out = self.err = ""
         self.has_timed_out = False
         self._ends_at = time.monotonic() + timeout_s
-        self._files = tuple(tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 - closed when it has ended
+        self._files = (_open_memory(), _open_memory())
         try:
-            with tempfile.TemporaryFile() as given:
+            with _open_memory() as given:
                 given.write(stdin.encode())
                 given.seek(0)
                 self._process = subprocess.Popen(
@@ -91,3 +93,11 @@ class Command:
     def _close(self) -> None:
         for file in self._files:
             file.close()
+
+
+def _open_memory() -> BinaryIO:
+    """Open a file without a name or a place on a disk, where the system has such."""
+    try:
+        return os.fdopen(os.memfd_create("clusterenv"), "w+b")
+    except (AttributeError, OSError):
+        return tempfile.TemporaryFile()
