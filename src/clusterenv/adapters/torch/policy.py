@@ -182,6 +182,10 @@ class TorchPolicy:
         """Seed this policy's own generators; torch's global one is left alone."""
         self._randomness = Randomness(seed)
 
+    def use_generator(self, rng: np.random.Generator) -> None:
+        """Draw from this generator, where it is this policy and not the agent's own code that draws."""
+        self._randomness.numpy = rng
+
     def initial_state(self, num_envs: int) -> State | None:
         return self._inference.initial_state(num_envs)
 
