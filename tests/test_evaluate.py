@@ -130,7 +130,7 @@ def continuous_network() -> Any:
 )
 def test_a_networks_table_is_the_same_bit_for_bit_whatever_runs_beside_an_episode(make: Any, wrappers: Any) -> None:
     tables = []
-    for num_workers, num_envs in ((0, 1), (1, 9), (2, 4)):
+    for num_workers, num_envs in ((0, 1), (0, 9), (2, 3)):
         with ClusterEnv(Uneven, num_envs, num_workers=num_workers, wrappers=wrappers) as envs:
             tables.append(rows_of(envs.evaluate(make(), 40, seed=7)))
     assert tables[0] == tables[1] == tables[2]
@@ -262,11 +262,11 @@ def train(backend: Backend, sync: SyncRule | None, *, evaluates: bool) -> list[A
             step = envs.step(agent)
             with torch.no_grad():
                 for parameter in agent.parameters():
-                    parameter += 0.05 * torch.randn(parameter.shape)
+                    parameter.add_(0.05 * torch.randn(parameter.shape))
             seen += [rollout.obs, rollout.actions, rollout.rewards, rollout.extras["logprob"], rollout.versions]
             seen += [step[0], step[1], step[4]["action"], rollout.divergences, rollout.episodes.returns]
-        stats = envs.stats
-        seen += [{name: stats[name] for name in ("env_steps", "pulls", "versions", "checks", "rollouts")}]
+        timed = ("seconds", "per_second", "idle_share", "workers_mean", "worker_hours")
+        seen.append({name: value for name, value in envs.stats.items() if not name.endswith(timed)})
     seen += [random.random(), np.random.random(), torch.rand(1).item()]
     return seen
 
