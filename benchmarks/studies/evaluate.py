@@ -1,7 +1,7 @@
 """How fast episodes are evaluated: `python -m benchmarks.studies.evaluate`.
 
 500 episodes of LunarLander with CleanRL's 64-64 agent: `envs.evaluate` on two workers, beside what the same workers
-make in rollouts, Stable-Baselines3's `evaluate_policy`, and a loop such as CleanRL's scripts evaluate with, which has one
+make in rollouts, Stable-Baselines3's `evaluate_policy`, and a loop such as CleanRL's scripts evaluate with, with one
 environment. Episodes end at different times, so at the end of an evaluation there is nothing to keep all environments
 busy with: its speed is taken until 95 % of the episodes are over, and as a whole. In every round all are measured one
 after another. Prints one table and writes it to `benchmarks/results/evaluate.md`. Run it on an otherwise idle machine.

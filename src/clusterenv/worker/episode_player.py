@@ -210,7 +210,8 @@ class _Batch:
             mask = info.get(NAME)
             if isinstance(mask, np.ndarray) and mask.ndim and mask.dtype.kind in "biu":
                 self._masks = np.ones((ROWS, *mask.shape), mask.dtype)
-        self._note_mask(row, info)
+        if self._masks is not None:
+            self._note_mask(self._masks, row, info)
         self._rng.restart(row, task.seed)
         self._rows[row] = _UnderWay(task)
         self.num_under_way += 1
@@ -234,13 +235,14 @@ class _Batch:
     def step(self, actions: Any, finished: list[list[Any]]) -> None:
         """Step those that are under way, and add what is over to the list."""
         self._budget.step += 1
+        rows, envs, put, max_steps = self._rows, self.envs, self._put, self._max_steps
         for row, action in enumerate(actions):
-            playing = self._rows[row]
+            playing = rows[row]
             if playing is None:
                 continue
             try:
-                observation, reward, terminated, truncated, info = self.envs[row].step(action)
-                self._put(row, observation)
+                observation, reward, terminated, truncated, info = envs[row].step(action)
+                put(row, observation)
             except BaseException as error:
                 if not self._budget.forgive(row, error):
                     _name(error, playing.task)
@@ -249,13 +251,14 @@ class _Batch:
                 reward, terminated, truncated, info = 0.0, False, True, {"env_error": self._budget.text}
             playing.total += float(reward)
             playing.length += 1
-            self._note_mask(row, info)
-            is_over = bool(terminated or truncated)
-            if is_over or playing.length >= self._max_steps:
-                ending = bool(terminated), bool(truncated) or not is_over, not is_over
+            if self._masks is not None:
+                self._note_mask(self._masks, row, info)
+            if terminated or truncated or playing.length >= max_steps:
+                was_cut = not (terminated or truncated)
+                ending = bool(terminated), bool(truncated) or was_cut, was_cut
                 # Encoded at once: environments may change an info that they have returned.
                 finished.append([playing.task.index, playing.total, playing.length, *ending, values.dumps(info)])
-                self._rows[row] = None
+                rows[row] = None
                 self._is_idle[row] = True
                 self.num_under_way -= 1
 
@@ -274,11 +277,9 @@ class _Batch:
                     raise
                 self._is_broken[row] = True
 
-    def _note_mask(self, row: int, info: Mapping[str, Any]) -> None:
-        if self._masks is not None:
-            mask = info.get(NAME)
-            fits = isinstance(mask, np.ndarray) and mask.shape == self._masks.shape[1:]
-            self._masks[row] = mask if fits else 1
+    def _note_mask(self, masks: NDArray[Any], row: int, info: Mapping[str, Any]) -> None:
+        mask = info.get(NAME)
+        masks[row] = mask if isinstance(mask, np.ndarray) and mask.shape == masks.shape[1:] else 1
 
 
 @contextlib.contextmanager
