@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -23,11 +22,25 @@ from clusterenv.adapters.cleanrl import CleanRLView
 from clusterenv.adapters.torch import TorchPolicy
 from clusterenv.errors import ConfigError, PolicyError, WorkerFailed
 from clusterenv.evaluation.manifest import find_commit
-from clusterenv.policy import BasePolicy, Categorical
 from clusterenv.policy.sync import SyncRule
 from tests.agents import Agent
 from tests.conftest import Backend
-from tests.uneven import LONG, Uneven, act, play_plainly, rows_of
+from tests.uneven import (
+    LONG,
+    Chance,
+    Dice,
+    Endless,
+    Floats,
+    Masked,
+    Raises,
+    Uneven,
+    act,
+    obey,
+    play_plainly,
+    roll,
+    rows_of,
+    seed_chance,
+)
 
 SEEDS = list(range(100, 160))
 
@@ -106,18 +119,6 @@ def test_a_network_has_the_table_of_a_plain_loop() -> None:
         assert rows_of(envs.evaluate(policy, seed=SEEDS)) == play_plainly(Uneven(), choose, SEEDS)
 
 
-class Floats(gym.Wrapper[Any, Any, Any, Any]):
-    """Takes two continuous actions, of which every bit shows in the return."""
-
-    def __init__(self, env: gym.Env[Any, Any]) -> None:
-        super().__init__(env)
-        self.action_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-
-    def step(self, action: Any) -> Any:
-        obs, reward, terminated, truncated, info = self.env.step(np.int64(action[0] > action[1]))
-        return obs, float(reward) + float(action.sum()) * 1e-3, terminated, truncated, info
-
-
 def continuous_network() -> Any:
     torch.manual_seed(5)
     return TorchPolicy(Network64(num_actions=2), output="action")
@@ -134,17 +135,6 @@ def test_a_networks_table_is_the_same_bit_for_bit_whatever_runs_beside_an_episod
         with ClusterEnv(Uneven, num_envs, num_workers=num_workers, wrappers=wrappers) as envs:
             tables.append(rows_of(envs.evaluate(make(), 40, seed=7)))
     assert tables[0] == tables[1] == tables[2]
-
-
-class Dice(BasePolicy):
-    """Draws by a distribution."""
-
-    def distribution(self, obs: Any, state: Any = None) -> Categorical:
-        return Categorical(logits=obs.astype(np.float32))
-
-
-def roll(obs: Any, rng: np.random.Generator) -> Any:
-    return np.where(rng.random(len(obs)) < 0.5, rng.integers(3, size=len(obs)), np.argmax(obs, axis=1))
 
 
 @pytest.mark.parametrize("make", [Dice, lambda: roll, lambda: Agent(3, 3)], ids=["a policy", "a function", "a network"])
@@ -205,44 +195,9 @@ def test_any_seeds_are_played_once_each_in_any_number_of_environments(
     assert found == play_plainly(Uneven(), act, seeds, max_steps=max_steps)
 
 
-class Masked(gym.Wrapper[Any, Any, Any, Any]):
-    """Allows one action at a time, and ends the episode with an error if another is taken."""
-
-    def reset(self, **options: Any) -> Any:
-        obs, info = self.env.reset(**options)
-        self._allowed = 0
-        return obs, {**info, "action_mask": self._mask()}
-
-    def step(self, action: Any) -> Any:
-        assert action == self._allowed
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        self._allowed = (self._allowed + 1) % 3
-        return obs, reward, terminated, truncated, {**info, "action_mask": self._mask()}
-
-    def _mask(self) -> Any:
-        return (np.arange(3) == self._allowed).astype(np.int8)
-
-
-def obey(obs: Any, action_mask: Any) -> Any:
-    return np.argmax(action_mask, axis=1)
-
-
 def test_a_policy_is_given_the_masks_of_its_environments() -> None:
     with ClusterEnv(Uneven, 5, num_workers=2, wrappers=[Masked]) as envs:
         assert len(envs.evaluate(obey, 20)) == 20
-
-
-class Chance(gym.Wrapper[Any, Any, Any, Any]):
-    """Draws from the generators of the process, as old environments do."""
-
-    def step(self, action: Any) -> Any:
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        return obs, float(reward) + random.random() + float(np.random.random()), terminated, truncated, info
-
-
-def seed_chance(env: Any) -> None:
-    random.seed(1)
-    np.random.seed(1)
 
 
 def train(backend: Backend, sync: SyncRule | None, *, evaluates: bool) -> list[Any]:
@@ -336,23 +291,11 @@ def test_environments_that_differ_are_refused() -> None:
         envs.evaluate(act, 2)
 
 
-class Endless(Uneven):
-    def step(self, action: Any) -> Any:
-        return self._state.astype(np.float32), 1.0, False, False, {}
-
-
 def test_an_episode_that_never_ends_is_an_error_that_names_max_steps(backend: Backend) -> None:
     with ClusterEnv(Endless, 2, **backend) as envs:
         with pytest.raises(ConfigError, match=r"Episode 0 \(seed 0\) has not ended .* max_steps"):
             envs.evaluate(act, 1)
         assert envs.evaluate(act, 2, max_steps=3).truncated.all()
-
-
-class Raises(Uneven):
-    def step(self, action: Any) -> Any:
-        if self.seed == 7 and self.num_steps == 2:
-            raise KeyError("broken")
-        return super().step(action)
 
 
 def test_an_environment_that_raises_is_told_with_its_episode_and_the_next_evaluation_works(remote: Backend) -> None:

@@ -1,8 +1,12 @@
-"""Environments for evaluations: episodes of very different lengths, in which every action shows in the return."""
+"""Environments and policies for evaluations: episodes of very different lengths, each action of which shows.
+
+Workers import this file, so it must not import torch.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +16,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
+
+from clusterenv.policy import BasePolicy, Categorical
 
 SHORT, LONG = 12, 400  # Nearly all episodes take fewer steps than the first, one in ten as many as the second.
 
@@ -59,6 +65,80 @@ def act(obs: Any) -> NDArray[np.int64]:
     """A deterministic policy whose every action depends on the observation."""
     choice: NDArray[np.int64] = np.argmax(obs, axis=1)
     return choice
+
+
+class Floats(gym.Wrapper[Any, Any, Any, Any]):
+    """Takes two continuous actions, of which every bit shows in the return."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.action_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = self.env.step(np.int64(action[0] > action[1]))
+        return obs, float(reward) + float(action.sum()) * 1e-3, terminated, truncated, info
+
+
+class Dice(BasePolicy):
+    """Draws by a distribution."""
+
+    def distribution(self, obs: Any, state: Any = None) -> Categorical:
+        return Categorical(logits=obs.astype(np.float32))
+
+
+def roll(obs: Any, rng: np.random.Generator) -> Any:
+    return np.where(rng.random(len(obs)) < 0.5, rng.integers(3, size=len(obs)), np.argmax(obs, axis=1))
+
+
+class Masked(gym.Wrapper[Any, Any, Any, Any]):
+    """Allows one action at a time, and ends the episode with an error if another is taken."""
+
+    def reset(self, **options: Any) -> Any:
+        obs, info = self.env.reset(**options)
+        self._allowed = 0
+        return obs, {**info, "action_mask": self._mask()}
+
+    def step(self, action: Any) -> Any:
+        assert action == self._allowed
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self._allowed = (self._allowed + 1) % 3
+        return obs, reward, terminated, truncated, {**info, "action_mask": self._mask()}
+
+    def _mask(self) -> Any:
+        return (np.arange(3) == self._allowed).astype(np.int8)
+
+
+def obey(obs: Any, action_mask: Any) -> Any:
+    return np.argmax(action_mask, axis=1)
+
+
+class Chance(gym.Wrapper[Any, Any, Any, Any]):
+    """Draws from the generators of the process, as old environments do."""
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return obs, float(reward) + random.random() + float(np.random.random()), terminated, truncated, info
+
+
+def seed_chance(env: Any) -> None:
+    random.seed(1)
+    np.random.seed(1)
+
+
+class Endless(Uneven):
+    """Never ends an episode."""
+
+    def step(self, action: Any) -> Any:
+        return self._state.astype(np.float32), 1.0, False, False, {}
+
+
+class Raises(Uneven):
+    """Raises in one episode."""
+
+    def step(self, action: Any) -> Any:
+        if self.seed == 7 and self.num_steps == 2:
+            raise KeyError("broken")
+        return super().step(action)
 
 
 def once(path: Path) -> bool:
