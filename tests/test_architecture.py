@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "ownership": {"errors"},
     "evaluation": {"errors", "config", "head", "policy", "wire"},
     "inline": {
-        "head.dealer", "head.evaluating", "head.outcome", "head.worker", "policy", "rollout", "wire",
+        "head.acting", "head.dealer", "head.evaluating", "head.outcome", "head.worker", "policy", "rollout", "wire",
         "worker.episode_player", "worker.infos", "worker.making", "worker.shard",
     },
     "vector": {"errors", "actions", "head", "inline", "ownership", "resets", "setup.sample", "wire.layout"},

@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -426,6 +427,28 @@ def test_the_commit_is_found_as_git_keeps_it(tmp_path: Path) -> None:
 def test_cleanrls_view_evaluates_too() -> None:
     with ClusterEnv(Uneven, 2, num_workers=0, autoreset_mode="SameStep") as envs:
         assert rows_of(CleanRLView(envs).evaluate(act, seed=SEEDS)) == plain_table()
+
+
+def test_without_workers_the_factory_need_not_be_one_that_can_be_sent(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+
+        def make() -> Uneven:
+            file.write("made\n")
+            return Uneven()
+
+        with ClusterEnv(make, 2, num_workers=0) as envs:
+            assert rows_of(envs.evaluate(act, seed=SEEDS)) == plain_table()
+
+
+def test_an_agent_that_cannot_be_sent_is_refused() -> None:
+    lock = threading.Lock()
+
+    def choose(obs: Any) -> Any:
+        with lock:
+            return act(obs)
+
+    with ClusterEnv(Uneven, 2, num_workers=0) as envs, pytest.raises(PolicyError, match="cannot be sent"):
+        envs.evaluate(choose, 2)
 
 
 def test_a_stream_may_be_followed_by_an_evaluation() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium import Space
 
 from clusterenv.config import whole_number
-from clusterenv.errors import ConfigError, PolicyError
+from clusterenv.errors import ConfigError
 from clusterenv.evaluation.journal import Journal
 from clusterenv.evaluation.manifest import describe_here
 from clusterenv.evaluation.progress import Progress
@@ -41,7 +41,9 @@ _SEED_LIMIT = 2**63
 class PlayingBackend(Protocol):
     """Where episodes are played."""
 
-    def play(self, code: bytes, episodes: Sequence[Episode], dealer: Dealer, num_envs: int) -> Iterator[list[Finished]]:
+    def play(
+        self, plan: EvaluationPlan, episodes: Sequence[Episode], dealer: Dealer, num_envs: int
+    ) -> Iterator[list[Finished]]:
         """Play until every episode is over; yields those that are, as they are."""
 
 
@@ -111,7 +113,6 @@ def evaluate(backend: PlayingBackend, scene: Scene, policy: Policy, agent: objec
         max_steps=max_steps or _ENDLESS_STEPS,
         seed=episodes[0].seed,
     )
-    code = _pickled(plan)
     settings = {
         "env": scene.env_name,
         "made_by": scene.made_by,
@@ -130,7 +131,7 @@ def evaluate(backend: PlayingBackend, scene: Scene, policy: Policy, agent: objec
         dealer = Dealer(left, max(1, min(num_envs, scene.num_workers)))
         progress = stack.enter_context(Progress(len(episodes)))
         total = sum(each.total for each in finished.values())
-        playing = backend.play(code, episodes, dealer, min(num_envs, len(left))) if left else iter(())
+        playing = backend.play(plan, episodes, dealer, min(num_envs, len(left))) if left else iter(())
         stack.callback(getattr(playing, "close", lambda: None))
         for group in playing:
             for each in group:
@@ -231,16 +232,6 @@ def _show(policy: Policy, space: Space[Any]) -> None:
                 ]
             )
         )
-
-
-def _pickled(plan: EvaluationPlan) -> bytes:
-    try:
-        code: bytes = cloudpickle.dumps(plan)
-    except PolicyError:
-        raise
-    except Exception as error:
-        raise PolicyError(f"The agent cannot be sent to workers: {type(error).__name__}: {error}.") from error
-    return code
 
 
 def _endless(episode: Episode) -> ConfigError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from clusterenv.config import split_shards
 from clusterenv.errors import WireError, WorkerLost
-from clusterenv.head.acting import Acting
+from clusterenv.head.acting import Acting, pickle_policy
 from clusterenv.head.dealer import Dealer
 from clusterenv.head.failure import failure_of, naming
 from clusterenv.head.infos import checked_dict, checked_list, expect
@@ -16,6 +16,7 @@ from clusterenv.head.pending import PendingCall
 from clusterenv.head.worker import Worker
 from clusterenv.head.workers import WAIT_S, JoinWatch
 from clusterenv.wire import values
+from clusterenv.wire.assignment import EvaluationPlan
 from clusterenv.wire.messages import Episode, Evaluate, Evaluated
 
 _MAX_LOSSES = 10  # An episode that was lost with its worker so often is what ends them, or none lives long enough.
@@ -45,18 +46,24 @@ class Finished:
 class Evaluating(Acting):
     """Workers that play episodes besides all else: what they hold for training is not touched."""
 
-    def play(self, code: bytes, episodes: Sequence[Episode], dealer: Dealer, num_envs: int) -> Iterator[list[Finished]]:
+    def play(
+        self, plan: EvaluationPlan, episodes: Sequence[Episode], dealer: Dealer, num_envs: int
+    ) -> Iterator[list[Finished]]:
         """Let the workers play until every episode is over; yields those that are, as they are.
 
         Each worker has one request at a time, and answers it after a moment with what is over by then. If it is lost,
         its episodes are dealt to others, and whoever takes its place is sent the plan.
 
         Args:
-            code: The plan, pickled.
+            plan: What is evaluated.
             episodes: All of the table, by index.
             dealer: Of those that are to be played.
             num_envs: How many environments to use, over all workers.
+
+        Raises:
+            PolicyError: The policy cannot be sent.
         """
+        code = pickle_policy(plan)
         self.settle()
         shares = self._share(num_envs)
         informed: dict[Worker, int] = {}  # Which incarnation of a worker has been sent the plan.
@@ -69,8 +76,8 @@ class Evaluating(Acting):
                 dealer.take_back(worker)
             informed[worker] = worker.incarnation
             chosen = dealer.deal(worker, shares[worker])
-            plan = None if knows else code
-            return Evaluate(call, plan, shares[worker], [episodes[index] for index in chosen], limit_s)
+            dealt = [episodes[index] for index in chosen]
+            return Evaluate(call, None if knows else code, shares[worker], dealt, limit_s)
 
         watch: JoinWatch | None = None
         try:
