@@ -19,8 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import gymnasium
-
 import clusterenv
 from clusterenv.config import thread_variables, usable_cores
 from clusterenv.errors import ClusterEnvError, ConfigError
@@ -273,6 +271,8 @@ def _add_evaluate(commands: Any) -> None:
 
 
 def _run_evaluate(arguments: argparse.Namespace) -> int:
+    import gymnasium
+
     from clusterenv.env import ClusterEnv
 
     agent = find_policy(arguments.policy)
@@ -304,20 +304,21 @@ def find_policy(name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"--policy must be MODULE:NAME, such as my_agent:policy, got {name!r}.")
-    sys.path.insert(0, os.getcwd())  # As `python -m` has it.
+    here = os.getcwd()
+    sys.path.insert(0, here)  # As `python -m` has it.
     try:
         found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            if not hasattr(found, part):
+                raise ConfigError(f"--policy {name}: the module {module_name} has no {attribute}.")
+            found = getattr(found, part)
+        return found() if _makes_an_agent(found) else found
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # The module is there: what it imports is not.
         raise ConfigError(f"--policy {name}: there is no module {error.name!r} here, or where Python looks.") from error
     finally:
-        sys.path.remove(os.getcwd())
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"--policy {name}: the module {module_name} has no {attribute}.")
-        found = getattr(found, part)
-    return found() if _makes_an_agent(found) else found
+        sys.path.remove(here)
 
 
 def _makes_an_agent(found: object) -> bool:

@@ -410,32 +410,6 @@ class ClusterEnv(BackedVectorEnv):
             # Not the policy of rollouts, which knows what workers hold: one of its own.
             return evaluate(self._backend, scene, as_travelling_policy(agent), agent, wish)
 
-    def _scene(self) -> Scene:
-        """Return what evaluations take place in."""
-        from clusterenv.evaluation.evaluate import Scene
-
-        if self._factories.plain is None:
-            raise ConfigError(
-                "evaluate() resets each environment for its own episode, which a NativeVector does not allow: make a "
-                "ClusterEnv of single environments for evaluations, ClusterEnv('CartPole-v1', ...)."
-            )
-        if self.observation_mode == "different":
-            raise ConfigError(
-                "evaluate() needs environments that are all alike, and these have different observation spaces: make a "
-                "ClusterEnv for each kind."
-            )
-        check_collectable(*self._rollouts.layouts)
-        factory = self._factories.plain[0]
-        return Scene(
-            factory=factory,
-            env_name=describe_factory(factory) if self.spec is None else self.spec.id,
-            made_by=describe_factory(factory),
-            observation_space=self.single_observation_space,
-            num_envs=self.num_envs,
-            num_workers=self.num_workers,
-            launcher=type(self._launcher).__name__ if self.num_workers else "none: in the learner's own process",
-        )
-
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers and leave nothing behind.
 
@@ -507,6 +481,32 @@ class ClusterEnv(BackedVectorEnv):
         if self._agent is None or self._agent[0] is not agent or self._agent[1] != wanted:
             self._agent = agent, wanted, as_travelling_policy(agent, wanted)
         return self._agent[2]
+
+    def _scene(self) -> Scene:
+        """Return what evaluations take place in."""
+        from clusterenv.evaluation.evaluate import Scene
+
+        if self._factories.plain is None:
+            raise ConfigError(
+                "evaluate() resets each environment for its own episode, which a NativeVector does not allow: make a "
+                "ClusterEnv of single environments for evaluations, ClusterEnv('CartPole-v1', ...)."
+            )
+        if self.observation_mode == "different":
+            raise ConfigError(
+                "evaluate() needs environments that are all alike, and these have different observation spaces: make a "
+                "ClusterEnv for each kind."
+            )
+        check_collectable(*self._rollouts.layouts)
+        factory = self._factories.plain[0]
+        return Scene(
+            factory=factory,
+            env_name=describe_factory(factory) if self.spec is None else self.spec.id,
+            made_by=describe_factory(factory),
+            observation_space=self.single_observation_space,
+            num_envs=self.num_envs,
+            num_workers=self.num_workers,
+            launcher=type(self._launcher).__name__ if self.num_workers else "none: in the learner's own process",
+        )
 
     def _ensure_reset(self) -> None:
         if not self._was_reset:
