@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 import sys
@@ -300,8 +299,7 @@ def test_an_episode_that_never_ends_is_an_error_that_names_max_steps(backend: Ba
 
 
 def test_an_environment_that_raises_is_told_with_its_episode_and_the_next_evaluation_works(remote: Backend) -> None:
-    longer = 3  # Seeds from here on take more steps than the one that raises, or fewer.
-    assert play_plainly(Uneven(), act, [7])[0][2] > longer
+    assert play_plainly(Uneven(), act, [7])[0][2] > 2, "it raises before its end"
     with ClusterEnv(Raises, 4, **remote) as envs:
         with pytest.raises(WorkerFailed, match=r"(?s)An environment raised KeyError.*In episode 7 of .* with seed 7"):
             envs.evaluate(act, 30)
@@ -333,9 +331,7 @@ def test_evaluation_of_an_agent_sees_its_newest_weights() -> None:
         with torch.no_grad():
             for parameter in policy.module.parameters():
                 parameter.neg_()
-        second = rows_of(envs.evaluate(policy, 10))
-        assert first != second
-        assert second == rows_of(envs.evaluate(copy.deepcopy(policy.module) and policy, 10))
+        assert rows_of(envs.evaluate(policy, 10)) != first
 
 
 def table_of(returns: list[float]) -> Evaluation:
