@@ -80,6 +80,7 @@ class EpisodePlayer:
             policy.load(plan.weights_spec.decode(plan.weights))
             policy.seed(plan.seed)
             envs = [env for batch in self._batches for env in batch.usable_envs()]
+            # In one batch, for now, so that all are closed should one of them fail to be made.
             self._batches = [_Batch(envs, self._spaces, self._forgives, self._tick)]
             for env in envs[num_envs:]:
                 env.close()
@@ -121,9 +122,9 @@ class EpisodePlayer:
                         self.is_stepping = True
                         batch.step(actions, finished)
                         self._tick()
-                if time.monotonic() >= deadline or not any(batch.num_under_way for batch in self._batches):
-                    break
-                if finished and not queue and any(batch.has_room for batch in self._batches):
+                has_room = any(batch.has_room for batch in self._batches)
+                is_idle = not any(batch.num_under_way for batch in self._batches)
+                if time.monotonic() >= deadline or (not queue and has_room and (finished or is_idle)):
                     break
         return finished, [task.index for task in queue]
 
