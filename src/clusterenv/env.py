@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.actions import is_batch
-from clusterenv.adapters import as_travelling_policy
+from clusterenv.adapters import as_separate_policy, as_travelling_policy
 from clusterenv.config import Faults, Network, Timeouts, whole_number
 from clusterenv.errors import CallTimeout, ConfigError, WorkerLost
 from clusterenv.head.exchange import Exchange
@@ -408,7 +408,7 @@ class ClusterEnv(BackedVectorEnv):
                 resume=resume,
             )
             # Not the policy of rollouts, which knows what workers hold: one of its own.
-            return evaluate(self._backend, scene, as_travelling_policy(agent), agent, wish)
+            return evaluate(self._backend, scene, as_separate_policy(agent), agent, wish)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers and leave nothing behind.
