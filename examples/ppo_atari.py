@@ -48,6 +48,8 @@ class Args:
     """of the environments, the weights and the order of learning"""
     total_timesteps: int = 10_000_000
     """environment steps, each of `frame_skip` frames"""
+    eval_episodes: int = 5
+    """episodes of the evaluation at the end, from seeds that training has not seen"""
     num_envs: int = 8
     """environments, shared out evenly over the workers"""
     num_workers: int | None = None
@@ -230,6 +232,7 @@ def train(args: Args) -> list[float]:
                 },
             )
         print(f"Mean return of the last {len(recent)} episodes: {np.mean(recent):.1f}. {envs.summary()}")
+        print(envs.evaluate(agent, args.eval_episodes, seed=args.seed + 1_000_000))
     return returns
 
 

@@ -46,6 +46,8 @@ class Args:
     """of the environments, the weights and the order of learning"""
     total_timesteps: int = 100_000
     """environment steps"""
+    eval_episodes: int = 20
+    """episodes of the evaluation at the end, from seeds that training has not seen"""
     num_envs: int = 16
     """environments, shared out evenly over the workers"""
     num_workers: int | None = None
@@ -239,6 +241,7 @@ def train(args: Args) -> list[float]:
                 },
             )
         print(f"Mean return of the last {len(recent)} episodes: {np.mean(recent):.1f}. {envs.summary()}")
+        print(envs.evaluate(agent, args.eval_episodes, seed=args.seed + 1_000_000, deterministic=True))
     return returns
 
 

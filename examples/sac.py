@@ -44,6 +44,8 @@ class Args:
     """of the environments, the weights and the order of learning"""
     total_timesteps: int = 20_000
     """environment steps"""
+    eval_episodes: int = 20
+    """episodes of the evaluation at the end, from seeds that training has not seen"""
     num_envs: int = 8
     """environments, shared out evenly over the workers"""
     num_workers: int | None = None
@@ -222,6 +224,7 @@ def train(args: Args) -> list[float]:
             if num_made >= args.total_timesteps:
                 break
         print(f"Mean return of the last {len(recent)} episodes: {np.mean(recent):.1f}. {envs.summary()}")
+        print(envs.evaluate(actor, args.eval_episodes, seed=args.seed + 1_000_000, deterministic=True))
     return returns
 
 

@@ -35,6 +35,7 @@ REQUESTS: list[messages.Request] = [
     messages.Ping(),
     messages.Resume(CALL, 1, [3, 4], b"seen", [False, True]),
     messages.Cancel(CALL),
+    messages.Evaluate(CALL, b"code", 4, [messages.Episode(3, 10**12, None), messages.Episode(4, 0, b"options")], 0.2),
 ]
 REPLIES: list[messages.Reply] = [
     messages.Register(messages.PROTOCOL, 0, "k" * 40),
@@ -48,6 +49,7 @@ REPLIES: list[messages.Reply] = [
     messages.Part(CALL, 0, 16),
     messages.Made(CALL, values.dumps({"render_mode": None})),
     messages.Progress(CALL),
+    messages.Evaluated(CALL, values.dumps([[3, 21.0, 21, True, False, False, values.dumps({})]]), [4]),
 ]
 VALUES: list[Any] = [
     {"count": 1, "name": "naïve", "nested": {"x": (1, 2.5, None, True)}, "bytes": b"\x00\xff"},

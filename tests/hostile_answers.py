@@ -11,7 +11,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from clusterenv.wire import values
-from clusterenv.wire.messages import Collected
+from clusterenv.wire.messages import Collected, Evaluated
 from clusterenv.worker import __main__, loop
 from clusterenv.worker.channel import Channel
 from tests import hostile
@@ -25,6 +25,16 @@ ERRORS: dict[str, Any] = {
     "pairs of the wrong kind": [["x", 1], [None, None]],
     "rows of others": [[-2, "a lie"], [10**6, "a lie"]],
     "a flood": [[0, f"x\nWARNING environment 0 raised {number}\n"] for number in range(20_000)],
+}
+EVALUATIONS: dict[str, tuple[Any, list[int]]] = {
+    "a number": (7, []),
+    "a number as an episode": ([7], []),
+    "an episode of nobody's": ([[10**6, 1.0, 1, True, False, False, b"\x80"]], []),
+    "an episode before the first": ([[-1, 1.0, 1, True, False, False, b"\x80"]], []),
+    "a text as a return": ([[0, "1.0", 1, True, False, False, b"\x80"]], []),
+    "a pickle as an info": ([[0, 1.0, 1, True, False, False, b"\x80\x05\x95"]], []),
+    "a list as an info": ([[0, 1.0, 1, True, False, False, b"\x90"]], []),
+    "others' episodes given back": ([], [10**6, -1]),
 }
 VERSIONS = {"a version to come": 2**52, "the version after the newest": None}
 
@@ -48,6 +58,17 @@ for _name, _errors in ERRORS.items():
     trick(f"errors: {_name}", Collected)(change_summary(_change))
 
 trick("no summary", Collected)(change_summary(dict.clear))
+
+
+for _name, (_finished, _unstarted) in EVALUATIONS.items():
+
+    def _evaluate(
+        channel: HostileChannel, reply: Any, arrays: Any, finished: Any = _finished, unstarted: Any = _unstarted
+    ) -> None:
+        changed = msgspec.structs.replace(reply, finished=values.dumps(finished), unstarted=unstarted)
+        Channel.send(channel, changed, arrays)
+
+    trick(f"evaluation: {_name}", Evaluated)(_evaluate)
 
 
 @trick("a rollout that begins at its end", Collected)

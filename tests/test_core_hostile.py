@@ -92,6 +92,18 @@ def test_errors_that_a_worker_makes_up_are_refused_or_harmless(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_episodes_that_a_worker_makes_up_are_refused(transport: str) -> None:
+    names = list(hostile_answers.EVALUATIONS)
+    with start([f"evaluation: {name}" for name in names], transport) as envs:
+        for name in names:
+            with pytest.raises(WireError) as caught:
+                envs.evaluate(Linear(), 40, max_steps=20)
+            assert names_second(str(caught.value)), name
+        assert envs.evaluate(Linear(), 40, max_steps=20).lengths.max() <= 20
+        assert envs.losses == ()
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
 @pytest.mark.parametrize("name", ["no summary", "errors: a number", "a rollout that begins at its end"])
 def test_a_worker_whose_rollout_is_refused_in_a_stream_is_not_starved_in_silence(
     transport: str, name: str, seconds: Stopwatch

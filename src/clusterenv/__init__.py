@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from clusterenv.entry_points import make_vec, vector_entry_point
     from clusterenv.env import ClusterEnv
     from clusterenv.errors import ClusterEnvError
+    from clusterenv.evaluation.result import Evaluation
     from clusterenv.head.stream import Stream
     from clusterenv.head.supervisor import Loss
     from clusterenv.launchers.by_hand import ByHandLauncher
@@ -33,6 +34,7 @@ __all__ = [
     "ClusterEnv",
     "ClusterEnvError",
     "Decision",
+    "Evaluation",
     "EveryUpdate",
     "Faults",
     "KubernetesLauncher",
@@ -66,6 +68,7 @@ _HOMES = {
     "ClusterEnv": "env",
     "ClusterEnvError": "errors",
     "Decision": "policy.policy",
+    "Evaluation": "evaluation.result",
     "EveryUpdate": "policy.sync",
     "Faults": "config",
     "KubernetesLauncher": "launchers.kubernetes.launcher",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.actions import is_batch
-from clusterenv.adapters import as_travelling_policy
+from clusterenv.adapters import as_separate_policy, as_travelling_policy
 from clusterenv.config import Faults, Network, Timeouts, whole_number
 from clusterenv.errors import CallTimeout, ConfigError, WorkerLost
 from clusterenv.head.exchange import Exchange
@@ -29,14 +30,16 @@ from clusterenv.policy.policy import Policy
 from clusterenv.policy.sync import EveryUpdate, SyncRule
 from clusterenv.rollout import Rollout
 from clusterenv.setup.arguments import as_autoreset_mode, check_launcher, check_mapping, check_settings, check_sync
-from clusterenv.setup.factories import EnvArgument, resolve
+from clusterenv.setup.factories import EnvArgument, describe_factory, resolve
 from clusterenv.setup.sample import ObservationMode, check_mode, make_sample
 from clusterenv.setup.start import count_workers, make_assignment, start_workers
 from clusterenv.setup.wrapping import EnvWrapper
 from clusterenv.vector import BackedVectorEnv, StepResult
 from clusterenv.wire.buffers import check_collectable
 
-if TYPE_CHECKING:  # Only who has no workers needs what workers are made of.
+if TYPE_CHECKING:  # Only who has no workers needs what workers are made of, and only who evaluates what that needs.
+    from clusterenv.evaluation.evaluate import Scene
+    from clusterenv.evaluation.result import Evaluation
     from clusterenv.inline import Inline, InlineStream
 
 _FAULTS, _NETWORK, _TIMEOUTS = Faults(), Network(), Timeouts()
@@ -136,6 +139,8 @@ class ClusterEnv(BackedVectorEnv):
         self.observation_mode = observation_mode
         self.copy = copy
         self.spec = factories.spec
+        self._factories = factories
+        self._launcher = launcher
 
         backend: Remote | Inline
         if self.num_workers == 0:
@@ -348,6 +353,63 @@ class ClusterEnv(BackedVectorEnv):
                     self._stream = Stream(backend, self._rollouts, policy, wish, pulls, self._owner)
             return self._stream
 
+    def evaluate(
+        self,
+        agent: Any,
+        episodes: int | None = None,
+        *,
+        seed: int | Sequence[int] = 0,
+        options: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
+        max_steps: int | None = None,
+        deterministic: bool = False,
+        values: Mapping[str, Any] | None = None,
+        num_envs: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+    ) -> Evaluation:
+        """Let the workers play whole episodes with the agent, exactly those that are asked for.
+
+        Episode i is reset with the seed `seed + i`, and counts however long it takes. One that is lost with its worker
+        is played again from its seed. The table does not depend on the number of workers or environments.
+
+        Evaluations have environments, a policy and random generators of their own, so training goes on afterwards as if
+        there had been none. The environments are made like the first one of the run, and kept for the next evaluation.
+
+        Args:
+            agent: As for `rollout`.
+            episodes: How many; 100 by default, or as many as there are seeds.
+            seed: Of the first episode, or a list with one for each.
+            options: For `reset`: a dict for all episodes, or a list with one for each.
+            max_steps: Truncate episodes that take longer. Without it, one that takes more than 100,000 is an error.
+            deterministic: Take each state's most likely action, or the mean, rather than draw one.
+            values: Per-call values for the policy, such as `{"epsilon": 0.05}`.
+            num_envs: How many environments to use at a time, over all workers; as many as the run has by default.
+            resume: A file in which each episode is written down when it ends. Those that it holds are not played again.
+
+        Raises:
+            ConfigError: An argument is wrong, the file is another evaluation's, or an episode does not end.
+            PolicyError: The agent cannot be read as a policy, or cannot act deterministically.
+            WorkerFailed: An environment or the policy raised on a worker.
+            JournalError: The file cannot be written.
+        """
+        from clusterenv.evaluation.evaluate import Wish, evaluate
+
+        with self._owner:
+            self._check_idle("evaluate")
+            check_mapping("values", values, _VALUES)
+            scene = self._scene()
+            wish = Wish(
+                episodes=episodes,
+                seed=seed,
+                options=options,
+                max_steps=max_steps,
+                deterministic=deterministic,
+                values=dict(values or {}),
+                num_envs=num_envs,
+                resume=resume,
+            )
+            # Not the policy of rollouts, which knows what workers hold: one of its own.
+            return evaluate(self._backend, scene, as_separate_policy(agent), agent, wish)
+
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers and leave nothing behind.
 
@@ -419,6 +481,32 @@ class ClusterEnv(BackedVectorEnv):
         if self._agent is None or self._agent[0] is not agent or self._agent[1] != wanted:
             self._agent = agent, wanted, as_travelling_policy(agent, wanted)
         return self._agent[2]
+
+    def _scene(self) -> Scene:
+        """Return what evaluations take place in."""
+        from clusterenv.evaluation.evaluate import Scene
+
+        if self._factories.plain is None:
+            raise ConfigError(
+                "evaluate() resets each environment for its own episode, which a NativeVector does not allow: make a "
+                "ClusterEnv of single environments for evaluations, ClusterEnv('CartPole-v1', ...)."
+            )
+        if self.observation_mode == "different":
+            raise ConfigError(
+                "evaluate() needs environments that are all alike, and these have different observation spaces: make a "
+                "ClusterEnv for each kind."
+            )
+        check_collectable(*self._rollouts.layouts)
+        factory = self._factories.plain[0]
+        return Scene(
+            factory=factory,
+            env_name=describe_factory(factory) if self.spec is None else self.spec.id,
+            made_by=describe_factory(factory),
+            observation_space=self.single_observation_space,
+            num_envs=self.num_envs,
+            num_workers=self.num_workers,
+            launcher=type(self._launcher).__name__ if self.num_workers else "none: in the learner's own process",
+        )
 
     def _ensure_reset(self) -> None:
         if not self._was_reset:

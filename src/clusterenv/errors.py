@@ -8,6 +8,7 @@ ClusterEnvError
 ├── BudgetSpent (RuntimeError)          the run has used the worker-hours it was given
 ├── WorkerFailed (RuntimeError, ...)    an environment, a policy or a factory raised on a worker
 ├── ConcurrentUse (RuntimeError)        two threads, or a forked process, use one object
+├── JournalError (OSError)              an evaluation's file cannot be read or written
 ├── SpaceMismatch (ValueError)          an environment returned what its own space does not allow
 ├── PolicyError (ValueError)            an agent cannot be read, or weights do not fit it
 └── WireError (ValueError)              bytes that are not a valid message
@@ -133,6 +134,10 @@ def _restore_loss(message: str) -> WorkerLost:
 
 class ConcurrentUse(ClusterEnvError, RuntimeError):
     """Two threads at a time, or a forked copy of the process, use the same environments."""
+
+
+class JournalError(ClusterEnvError, OSError):
+    """The file in which an evaluation's episodes are kept cannot be read or written."""
 
 
 class SpaceMismatch(ClusterEnvError, ValueError):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import cloudpickle
 from numpy.typing import NDArray
 
+from clusterenv.head.acting import pickle_policy
+from clusterenv.head.dealer import Dealer
+from clusterenv.head.evaluating import Finished, read_finished
 from clusterenv.head.outcome import Collection, Outcome
 from clusterenv.head.worker import Worker, WorkerState
 from clusterenv.policy.policy import Policy
@@ -17,14 +21,18 @@ from clusterenv.policy.sketch import Measurement, Sketch
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.rollout import Rollout
 from clusterenv.wire.arrays import allocate
-from clusterenv.wire.assignment import Assignment, RunSpaces
+from clusterenv.wire.assignment import Assignment, EvaluationPlan, RunSpaces
 from clusterenv.wire.buffers import RolloutBuffers, StepBuffers
 from clusterenv.wire.layout import Layout
+from clusterenv.wire.messages import Episode
+from clusterenv.worker.episode_player import Task
 from clusterenv.worker.infos import Infos, complete
 from clusterenv.worker.making import describe_envs
 from clusterenv.worker.shard import Shard, unpickle
 
 Work = Callable[[], Outcome]
+
+_ANSWER_S = 0.2  # How often an evaluation says what is over.
 
 
 class InlineCall:
@@ -180,6 +188,24 @@ class Inline:
             self._rollout = self._shard.rollout_layout.make(num_steps, self._num_envs, allocate)
         summary = self._shard.collect(self._rollout, number, arguments)
         return Collection(self._rollout, [summary], [time.perf_counter() - started])
+
+    def play(
+        self, plan: EvaluationPlan, episodes: Sequence[Episode], dealer: Dealer, num_envs: int
+    ) -> Iterator[list[Finished]]:
+        """Play the dealer's episodes; see `head.evaluating`."""
+        # The policy is copied, as for a worker; the factory need not be one that can be sent.
+        begun: EvaluationPlan | None = replace(plan, policy=unpickle(pickle_policy(plan.policy)))
+        worker = self.workers[0]
+        while dealer.num_left:
+            dealt = [episodes[index] for index in dealer.deal(worker, num_envs)]
+            tasks = [
+                Task(each.index, each.seed, None if each.options is None else unpickle(each.options)) for each in dealt
+            ]
+            answer, unstarted = self._shard.play(begun, num_envs, tasks, _ANSWER_S)
+            begun = None
+            finished = read_finished(answer)
+            dealer.accept(worker, [each.index for each in finished], unstarted)
+            yield finished
 
     def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
         self._shard.close()

@@ -11,7 +11,7 @@ from clusterenv.errors import PolicyError
 from clusterenv.policy.contents import ArrayKind
 from clusterenv.policy.policy import FunctionPolicy, Policy, Selected, TrackedPolicy
 
-__all__ = ["as_policy", "as_travelling_policy"]
+__all__ = ["as_policy", "as_separate_policy", "as_travelling_policy"]
 
 
 def as_policy(agent: object) -> Policy:
@@ -55,6 +55,17 @@ def as_travelling_policy(agent: object, extras: tuple[str, ...] | None = None) -
     if policy is agent and not hasattr(policy, "contents"):
         policy = TrackedPolicy(policy, _array_kinds())
     return policy if extras is None else Selected(policy, extras)
+
+
+def as_separate_policy(agent: object) -> Policy:
+    """Return the agent as a policy that travels, and that nobody else uses: not even the agent itself, if it is one.
+
+    Raises:
+        PolicyError: It cannot be read as a policy.
+    """
+    policy = as_travelling_policy(agent)
+    beside = getattr(policy, "beside", None)
+    return policy if policy is not agent or beside is None else beside()
 
 
 def _array_kinds() -> list[ArrayKind]:

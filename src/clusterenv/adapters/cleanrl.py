@@ -57,6 +57,10 @@ class CleanRLView(VectorWrapper[Any, Any, Any, Any, NDArray[Any]]):
         """Yield rollouts as `ClusterEnv.stream` does."""
         return self._cluster("stream")(agent, num_steps, **options)
 
+    def evaluate(self, agent: Any, episodes: int | None = None, **options: Any) -> Any:
+        """Play whole episodes as `ClusterEnv.evaluate` does."""
+        return self._cluster("evaluate")(agent, episodes, **options)
+
     @property
     def stats(self) -> dict[str, Any]:
         """What the run has done and what it has cost, as `ClusterEnv.stats` has it."""

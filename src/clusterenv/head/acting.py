@@ -62,12 +62,7 @@ class Acting(Workers):
         Raises:
             PolicyError: The policy cannot be sent, or does not return the same on all workers.
         """
-        try:
-            code = cloudpickle.dumps((policy, spec))
-        except PolicyError:
-            raise
-        except Exception as error:
-            raise PolicyError(f"The agent cannot be sent to workers: {type(error).__name__}: {error}.") from error
+        code = pickle_policy((policy, spec))
         self.settle()
         self.preparation.adoption = None  # Should this fail halfway, no worker is trusted to hold any policy.
         if self._weights is not None:
@@ -226,3 +221,18 @@ class Acting(Workers):
             else:
                 self._rollout = num_steps, None, layout.make(num_steps, self.num_envs, allocate)
         return self._rollout[1], self._rollout[2]
+
+
+def pickle_policy(policy: object) -> bytes:
+    """Pickle what holds a policy.
+
+    Raises:
+        PolicyError: It cannot be sent.
+    """
+    try:
+        code: bytes = cloudpickle.dumps(policy)
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(f"The agent cannot be sent to workers: {type(error).__name__}: {error}.") from error
+    return code

@@ -20,7 +20,7 @@ from clusterenv.head.worker import Owed, Worker
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
-from clusterenv.wire.messages import Collected, Failed, Join, Part, Progress, Register, Reply, Request, Stop
+from clusterenv.wire.messages import Collected, Evaluated, Failed, Join, Part, Progress, Register, Reply, Request, Stop
 from clusterenv.wire.rate_limited_log import RateLimitedLog
 from clusterenv.wire.shared import AllMailboxes
 from clusterenv.wire.zeromq import HeadSocket
@@ -283,7 +283,7 @@ class Calls:
                 worker.owed.popleft()
             worker.owed.remove(owed)
             self.mailboxes.num_awaited -= owed.by_mailbox
-            worker.num_answers += _ROLLOUT_ANSWERS if isinstance(reply, Collected) else 1
+            worker.num_answers += _ROLLOUT_ANSWERS if isinstance(reply, Collected | Evaluated) else 1
         events.append(Answered(worker, owed, reply))
 
     def _has_ended(self, worker: Worker) -> bool:

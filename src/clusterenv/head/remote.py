@@ -9,7 +9,7 @@ from typing import Any
 
 import cloudpickle
 
-from clusterenv.head.acting import Acting
+from clusterenv.head.evaluating import Evaluating
 from clusterenv.head.failure import naming
 from clusterenv.head.infos import read_results
 from clusterenv.head.outcome import Outcome
@@ -19,7 +19,7 @@ from clusterenv.head.workers import PLAIN, Handle
 from clusterenv.wire.messages import Apply, Decide, Invoke, Reset, SetAttribute, Step
 
 
-class Remote(Acting):
+class Remote(Evaluating):
     """Calls to all workers' environments: each method here starts one, and `finish` ends it."""
 
     def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> Handle:

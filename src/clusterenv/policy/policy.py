@@ -130,6 +130,10 @@ class BasePolicy:
         """Replace the generator by one with this seed."""
         self._rng = np.random.default_rng(seed)
 
+    def use_generator(self, rng: np.random.Generator) -> None:
+        """Draw from this generator from now on."""
+        self._rng = rng
+
     def initial_state(self, num_envs: int) -> State | None:
         """Return None: a policy without recurrent state."""
         return None
@@ -239,6 +243,8 @@ class _DeliveredPolicy:
         self.seed, self.initial_state = self._policy.seed, self._policy.initial_state
         self.stamp = self._policy.stamp
         self.takes: frozenset[str] = frozenset(getattr(self._policy, "takes", ()))
+        if isinstance(self._policy, BasePolicy):
+            self.use_generator = self._policy.use_generator
 
     def weights(self) -> dict[str, Array]:
         return {**self._policy.weights(), **self._delivered.weights()}

@@ -149,6 +149,27 @@ def _resolve_plain(env: EnvArgument, num_envs: int | None, env_kwargs: dict[str,
     return Factories([factory for factory in env if not isinstance(factory, str)], None, len(env), None)
 
 
+def describe_factory(part: object) -> str:
+    """Say what a factory makes, in words that are the same in every process."""
+    match part:
+        case functools.partial():
+            named = [f"{name}={describe_factory(value)}" for name, value in sorted(part.keywords.items())]
+            given = ", ".join([*map(describe_factory, part.args), *named])
+            return given if part.func is gym.make else f"{describe_factory(part.func)}({given})"
+        case EnvSpec():
+            return ", ".join(
+                [part.id, *(f"{name}={describe_factory(part.kwargs[name])}" for name in sorted(part.kwargs))]
+            )
+        case list() | tuple():
+            return f"[{', '.join(map(describe_factory, part))}]"
+        case dict():
+            return f"{{{', '.join(f'{name!r}: {describe_factory(value)}' for name, value in part.items())}}}"
+        case None | bool() | int() | float() | str():
+            return repr(part)
+        case _:
+            return str(getattr(part, "__qualname__", type(part).__qualname__))
+
+
 def pickle_code(value: object, what: str) -> bytes:
     """Pickle code for the workers, or say what cannot be.
 

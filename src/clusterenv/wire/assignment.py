@@ -47,3 +47,26 @@ class Assignment:
     num_rows: int
     num_envs: int
     on_env_error: str = "raise"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class EvaluationPlan:
+    """What an evaluation is about: it has environments and a policy of its own.
+
+    Attributes:
+        factory: Makes one environment.
+        policy: To be evaluated; it travels without its weights.
+        weights_spec: Describes them (`policy.weights`).
+        weights: The weights, encoded.
+        values: Per-call values for the policy.
+        max_steps: Where an episode ends that has not by then.
+        seed: Of random choices that are no episode's own.
+    """
+
+    factory: EnvFactory
+    policy: Any
+    weights_spec: Any
+    weights: bytes
+    values: dict[str, Any]
+    max_steps: int
+    seed: int

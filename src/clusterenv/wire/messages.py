@@ -16,7 +16,7 @@ from msgspec import Meta
 from clusterenv.errors import WireError
 from clusterenv.wire.info_planes import MAX_GENERATION
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 # Shown to people, in errors and logs: of one line, and a short one.
 Name = Annotated[str, Meta(max_length=255, pattern=r"\A[ -~]*\Z")]
@@ -195,6 +195,24 @@ class Show(_Message, tag=19, frozen=True):
     buffer: int
 
 
+class Episode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One episode of an evaluation."""
+
+    index: int  # in the evaluation's table
+    seed: int  # to reset the environment with
+    options: bytes | None  # cloudpickle: likewise
+
+
+class Evaluate(_Message, tag=32, frozen=True):
+    """Head to worker: play these episodes too, and say after a while which are over. Answered by Evaluated."""
+
+    call: int
+    code: bytes | None  # cloudpickle of a `wire.assignment.EvaluationPlan`; None: go on with the one you have
+    num_envs: int  # how many environments to use
+    episodes: list[Episode]
+    limit_s: float  # answer after this many seconds at the latest, or one step
+
+
 class Registered(_Message, tag=18, frozen=True):
     """Head to worker: your key is known from now on; come in by it, and join."""
 
@@ -296,6 +314,14 @@ class Collected(_Message, tag=27, frozen=True):
     version: Annotated[int, Meta(ge=0, lt=2**53)]  # of the weights it was made with
 
 
+class Evaluated(_Message, tag=33, frozen=True):
+    """Worker to head: the episodes that are over since the last answer, and those that were not begun."""
+
+    call: int
+    finished: bytes  # values: a list, see `worker.episode_player`
+    unstarted: list[int]  # these episodes are the head's again
+
+
 class Part(_Message, tag=28, frozen=True):
     """Worker to head: the next steps of the rollout under way, as frames, while the rest is being made."""
 
@@ -331,10 +357,23 @@ Request: TypeAlias = (
     | Show
     | Cancel
     | Load
+    | Evaluate
     | Registered
 )
 Reply: TypeAlias = (
-    Register | Join | Made | Ready | Stepped | Returned | Failed | Adopted | Measured | Collected | Part | Progress
+    Register
+    | Join
+    | Made
+    | Ready
+    | Stepped
+    | Returned
+    | Failed
+    | Adopted
+    | Measured
+    | Collected
+    | Evaluated
+    | Part
+    | Progress
 )
 
 _encoder = msgspec.msgpack.Encoder()

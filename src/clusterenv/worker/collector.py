@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from gymnasium import Space, spaces
+from gymnasium import Space
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space, iterate
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
@@ -18,6 +17,7 @@ from clusterenv.policy.sketch import Measurement, Probes, Sketch, choose_probes,
 from clusterenv.wire.buffers import RolloutBuffers, describe
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.messages import ArraySpec
+from clusterenv.worker.choices import Choices
 from clusterenv.worker.episodes import EpisodeLedger
 from clusterenv.worker.host import Host
 from clusterenv.worker.infos import Infos, complete, info_row
@@ -65,8 +65,7 @@ class Collector:
         self._rows = len(host.buffers.rewards)
         observation_space, action_space = spaces
         self._observations, self._actions = Layout(observation_space), Layout(action_space)
-        self._batched_actions = batch_space(action_space, self._rows)
-        self._ranges = [_range_of(part) for part in _leaf_spaces(action_space)]
+        self._choices = Choices(action_space, self._rows)
         self._observation_space = observation_space
         self._starts = np.ones(self._rows, np.bool_)
         self._pending = host.buffers.terminations | host.buffers.truncations
@@ -110,7 +109,7 @@ class Collector:
             ]
         )
         decision = self._policy.act(batch, self._state, self._with_masks(values))
-        self._checked_actions(decision, are_real=False)
+        self._choices.check(decision, are_real=False)
         self._check_extras(decision)
         if self._state is not None and decision.state is None:
             raise PolicyError(
@@ -222,9 +221,9 @@ class Collector:
         """Choose actions, step once into this step buffer, and return the infos with the decision among them."""
         self.is_stepping = False
         decision = self._act(list(self._host.buffers.observations), values)
-        actions = self._checked_actions(decision)
+        actions = self._choices.check(decision)
         extras = self._with_mask_extra(decision.extras)
-        batch = self._single(actions)
+        batch = self._choices.split(actions, is_batched=self._host.takes_batches)
         self.is_stepping = True
         infos = complete(self._host.step(buffer, batch), self._rows)
         self.is_stepping = False
@@ -270,7 +269,7 @@ class Collector:
 
     def _decide(self, observations: list[Any], block: RolloutBuffers, step: int, values: Mapping[str, Any]) -> Any:
         decision = self._act(observations, values)
-        actions = self._checked_actions(decision)
+        actions = self._choices.check(decision)
         for column, action in zip(block.actions, actions, strict=True):
             column[step] = action
         extras = decision.extras if self._masks.current is None else self._with_mask_extra(decision.extras)
@@ -285,7 +284,7 @@ class Collector:
             column[step] = extra
         for name, column in block.states.items():
             column[step] = self._before[name]  # type: ignore[index]  # a block has states only if the policy has
-        return self._single(actions)
+        return self._choices.split(actions, is_batched=self._host.takes_batches)
 
     def _note(self, block: RolloutBuffers, step: int, infos: Infos, finals: list[Any]) -> None:
         buffers = self._host.buffers
@@ -343,76 +342,6 @@ class Collector:
                     f"The policy's {name} must be an array of numbers with one row for each of the {self._rows} "
                     f"environments of its worker, got {got}."
                 )
-
-    def _checked_actions(self, decision: Decision, *, are_real: bool = True) -> list[NDArray[Any]]:
-        """Return one array per leaf, in exactly the action space's dtype and shape; real ones are of the space."""
-        try:
-            parts = self._actions.flatten(decision.action)
-        except (KeyError, IndexError, TypeError) as error:
-            raise PolicyError(f"The policy's actions are not nested as the action space is: {error}.") from error
-        checked = []
-        for leaf, part, bounds in zip(self._actions.leaves, parts, self._ranges, strict=True):
-            array = np.asarray(part)
-            wanted = (self._rows, *leaf.shape)
-            assert leaf.dtype is not None, "checked by the head: check_collectable"
-            if array.shape != wanted or not (array.dtype == leaf.dtype or _fits(array, leaf.dtype)):
-                raise PolicyError(
-                    f"The policy's action{leaf} must have shape {wanted} and a dtype that fits {leaf.dtype}, "
-                    f"got shape {array.shape} of {array.dtype}. The action space is {self._batched_actions}."
-                )
-            if not are_real:
-                pass  # On made-up observations a policy may do anything.
-            elif bounds is None:
-                if array.dtype.kind == "f" and np.isnan(array).any():
-                    raise PolicyError(f"The policy's action{leaf} holds NaN. Has training diverged?")
-            elif _is_outside(array, *bounds):
-                raise PolicyError(
-                    f"The policy's action{leaf} must be from {bounds[0]} to {bounds[1]}, got {array.min()} to "
-                    f"{array.max()}. The action space is {self._batched_actions}."
-                )
-            checked.append(array if array.dtype == leaf.dtype else array.astype(leaf.dtype))
-        return checked
-
-    def _single(self, actions: list[NDArray[Any]]) -> Any:
-        if self._host.takes_batches:
-            return self._actions.nest(actions)
-        if self._actions.is_single:
-            return actions[0]
-        return iterate(self._batched_actions, self._actions.nest(actions))
-
-
-def _is_outside(array: NDArray[Any], least: Any, largest: Any) -> bool:
-    """Tell whether a choice is not in the space. Once per step: the common case takes one look at the numbers."""
-    if array.dtype == np.int64 and type(least) is int and least == 0:
-        return bool(array.view(np.uint64).max() > largest)  # Negative ones are the largest of all.
-    return bool((array < least).any() or (array > largest).any())
-
-
-def _leaf_spaces(space: Space[Any]) -> list[Space[Any]]:
-    """Return the spaces of a layout's leaves, in its order."""
-    if isinstance(space, spaces.Dict):
-        return [leaf for part in space.spaces.values() for leaf in _leaf_spaces(part)]
-    if isinstance(space, spaces.Tuple):
-        return [leaf for part in space.spaces for leaf in _leaf_spaces(part)]
-    return [space]
-
-
-def _range_of(space: Space[Any]) -> tuple[Any, Any] | None:
-    """Return the least and the largest choice; None for continuous actions, which environments clip as they like."""
-    match space:
-        case spaces.Discrete():
-            return int(space.start), int(space.start + space.n - 1)
-        case spaces.MultiDiscrete():
-            return space.start, space.start + space.nvec - 1
-        case spaces.MultiBinary():
-            return 0, 1
-        case _:
-            return None
-
-
-def _fits(array: NDArray[Any], dtype: np.dtype[Any]) -> bool:
-    """Tell whether actions can be cast without loss of meaning; a Bernoulli sample of 0.0 and 1.0 is fine for ints."""
-    return np.can_cast(array.dtype, dtype, "same_kind") or bool((array.astype(dtype) == array).all())
 
 
 def _stack_finals(finals: list[tuple[int, int, list[Any]]], num_leaves: int) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from clusterenv.wire.messages import (
     Collect,
     Collected,
     Decide,
+    Evaluate,
+    Evaluated,
     Invoke,
     Measure,
     Measured,
@@ -38,11 +40,12 @@ from clusterenv.wire.messages import (
     Stepped,
 )
 from clusterenv.wire.shared import open_offer
+from clusterenv.worker.episode_player import Task
 from clusterenv.worker.infos import complete
 from clusterenv.worker.shard import Shard, unpickle
 
 ShardRequest: TypeAlias = (
-    Reset | Step | Invoke | SetAttribute | Apply | Adopt | Measure | Collect | Decide | Resume | Show
+    Reset | Step | Invoke | SetAttribute | Apply | Adopt | Measure | Collect | Decide | Resume | Show | Evaluate
 )
 Answer: TypeAlias = tuple[Reply, Iterable[NDArray[Any]]]
 Send: TypeAlias = Callable[[Reply, Iterable[NDArray[Any]]], None]
@@ -128,6 +131,10 @@ class Handler:
                 return self._stepped(call, shard.decide(request.buffer, _unpickled(request.arguments) or {}))
             case Collect():
                 return self._collect(request, weights)
+            case Evaluate():
+                tasks = [Task(each.index, each.seed, _unpickled(each.options)) for each in request.episodes]
+                finished, unstarted = shard.play(_unpickled(request.code), request.num_envs, tasks, request.limit_s)
+                return Evaluated(call, values.dumps(finished), unstarted), ()
             case _:
                 assert_never(request)
 

@@ -196,6 +196,11 @@ class _Worker:
     def _report(self, request: ShardRequest, error: BaseException) -> None:
         """Tell the head of an exception; after a step, with what every environment shows now."""
         assert self._shard is not None, "the head assigns before it asks"
+        if isinstance(request, messages.Evaluate):
+            # Its environments are none of the run's: they have no index.
+            where = culprit_of(request, is_stepping=self._shard.is_playing)
+            self._channel.send(describe_failure(error, request.call, env_index=None, where=where))
+            return
         where = culprit_of(request, is_stepping=self._shard.is_stepping)
         host = self._shard.host
         if isinstance(request, messages.Step | messages.Decide):

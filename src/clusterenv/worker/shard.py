@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from clusterenv.errors import PolicyError
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sketch import Measurement, Sketch
-from clusterenv.wire.assignment import Assignment, RunSpaces
+from clusterenv.wire.assignment import Assignment, EvaluationPlan, RunSpaces
 from clusterenv.wire.buffers import RolloutBuffers, RolloutLayout
 from clusterenv.wire.layout import Layout
 from clusterenv.worker.collector import Collector, OnStep
 from clusterenv.worker.env_host import EnvHost
+from clusterenv.worker.episode_player import EpisodePlayer, Task
 from clusterenv.worker.host import Host, Pair
 from clusterenv.worker.infos import Infos, complete
 from clusterenv.worker.making import Envs, make_all, make_vector_env
@@ -54,6 +55,7 @@ class Shard:
         self._masks = ActionMasks(assignment.num_rows)
         self._num_adopted = 0  # Policies since the last reset of all.
         self._collector: Collector | None = None
+        self._player: EpisodePlayer | None = None
 
     @property
     def failed_row(self) -> int | None:
@@ -81,6 +83,7 @@ class Shard:
         """
         assert self._made is not None, "they were made"
         self._spaces = spaces
+        self._tick = tick
         if isinstance(self._made, VectorEnv):
             self.host = VectorHost(self._made, self._assignment, spaces, pair, tick)
         else:
@@ -88,6 +91,8 @@ class Shard:
 
     def close(self) -> None:
         """Close the environments that were made."""
+        if self._player is not None:
+            self._player.close()
         if hasattr(self, "host"):
             self.host.close()
         elif isinstance(self._made, VectorEnv):
@@ -202,6 +207,29 @@ class Shard:
             summary = collector.collect(block, number, values, on_step)
         self._is_at_start = False
         return summary
+
+    def play(
+        self, plan: EvaluationPlan | None, num_envs: int, tasks: Sequence[Task], limit_s: float
+    ) -> tuple[list[list[Any]], list[int]]:
+        """Play episodes of an evaluation, beside all else; see `EpisodePlayer.play`.
+
+        Args:
+            plan: Of an evaluation that begins now; None goes on with the last.
+            num_envs: How many environments it uses, of its own.
+            tasks: The episodes.
+            limit_s: How long to play.
+        """
+        if self._player is None:
+            forgives = self._assignment.on_env_error == "reset"
+            self._player = EpisodePlayer(self._spaces, forgives=forgives, tick=self._tick)
+        if plan is not None:
+            self._player.begin(plan, num_envs)
+        return self._player.play(tasks, limit_s)
+
+    @property
+    def is_playing(self) -> bool:
+        """Whether what an evaluation was at last were its environments, and not its policy."""
+        return self._player is None or self._player.is_stepping
 
     def _policy(self) -> Collector:
         if self._collector is None:

@@ -127,6 +127,10 @@ class TorchPolicy:
         """Whether observations and weights alone decide what the module returns."""
         return self._inference.is_traceable and self._delivered is None
 
+    def beside(self) -> TorchPolicy:
+        """Return another policy of the same module, which may be shown other observations than this one."""
+        return TorchPolicy(self.module, output=self._output, prepare=self._prepare, **vars(self._functions))
+
     def copy_here(self) -> TorchPolicy:
         """Make a copy such as a worker has: it can be run without leaving a trace in the learner's own module."""
         return _rebuild(self.contents.pack())
@@ -181,6 +185,10 @@ class TorchPolicy:
     def seed(self, seed: int) -> None:
         """Seed this policy's own generators; torch's global one is left alone."""
         self._randomness = Randomness(seed)
+
+    def use_generator(self, rng: np.random.Generator) -> None:
+        """Draw from this generator, where it is this policy and not the agent's own code that draws."""
+        self._randomness.numpy = rng
 
     def initial_state(self, num_envs: int) -> State | None:
         return self._inference.initial_state(num_envs)

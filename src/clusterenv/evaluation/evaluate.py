@@ -1,0 +1,253 @@
+"""Evaluate: from what a user asks for to the table."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import cloudpickle
+import numpy as np
+from gymnasium import Space
+
+from clusterenv.config import whole_number
+from clusterenv.errors import ConfigError
+from clusterenv.evaluation.journal import Journal
+from clusterenv.evaluation.manifest import describe_here
+from clusterenv.evaluation.progress import Progress
+from clusterenv.evaluation.result import Evaluation
+from clusterenv.head.dealer import Dealer
+from clusterenv.head.evaluating import Finished
+from clusterenv.policy.policy import Policy
+from clusterenv.policy.weights import WeightsSpec
+from clusterenv.wire import values
+from clusterenv.wire.assignment import EnvFactory, EvaluationPlan
+from clusterenv.wire.layout import Layout
+from clusterenv.wire.messages import Episode
+
+_DEFAULT_EPISODES = 100
+_ENDLESS_STEPS = 100_000  # Without max_steps, an episode that takes more is taken for one that never ends.
+_SHOWN_ROWS = 64  # Observations for a policy to try itself on.
+_SEED_LIMIT = 2**63
+
+
+class PlayingBackend(Protocol):
+    """Where episodes are played."""
+
+    def play(
+        self, plan: EvaluationPlan, episodes: Sequence[Episode], dealer: Dealer, num_envs: int
+    ) -> Iterator[list[Finished]]:
+        """Play until every episode is over; yields those that are, as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What is evaluated in.
+
+    Attributes:
+        factory: Makes one environment.
+        env_name: What to call it.
+        made_by: What tells the factory from others.
+        observation_space: Of one environment.
+        num_envs: How many environments to use, unless fewer are asked for.
+        num_workers: On how many workers.
+        launcher: The name of their launcher.
+    """
+
+    factory: EnvFactory
+    env_name: str
+    made_by: str
+    observation_space: Space[Any]
+    num_envs: int
+    num_workers: int
+    launcher: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What a user asks for, as `ClusterEnv.evaluate` takes it."""
+
+    episodes: int | None
+    seed: Any
+    options: Any
+    max_steps: int | None
+    deterministic: bool
+    values: Mapping[str, Any]
+    num_envs: int | None
+    resume: str | os.PathLike[str] | None
+
+
+def evaluate(backend: PlayingBackend, scene: Scene, policy: Policy, agent: object, wish: Wish) -> Evaluation:
+    """Play the episodes, and return their table.
+
+    Args:
+        backend: Where.
+        scene: In what.
+        policy: The agent as a policy that travels, and nobody else's: it is shown observations.
+        agent: The agent itself.
+        wish: Which episodes, and how.
+    """
+    started, started_at = time.perf_counter(), datetime.now(UTC)
+    if not isinstance(wish.deterministic, bool):
+        raise ConfigError(f"deterministic must be True or False, got {wish.deterministic!r}.")
+    max_steps = None if wish.max_steps is None else whole_number("max_steps", wish.max_steps, least=1)
+    episodes, digests = read_episodes(wish.episodes, wish.seed, wish.options)
+    num_envs = min(_count_envs(wish.num_envs, scene.num_envs), len(episodes))
+    _show(policy, scene.observation_space)
+    spec = WeightsSpec.of(policy.weights())
+    weights = spec.encode(policy.weights()).tobytes()
+    given = {**wish.values, **({"deterministic": True} if wish.deterministic else {})}
+    plan = EvaluationPlan(
+        factory=scene.factory,
+        policy=policy,
+        weights_spec=spec,
+        weights=weights,
+        values=given,
+        max_steps=max_steps or _ENDLESS_STEPS,
+        seed=episodes[0].seed,
+    )
+    settings = {
+        "env": scene.env_name,
+        "made_by": scene.made_by,
+        "policy": identify(agent, spec, weights),
+        "max_steps": max_steps,
+        "deterministic": wish.deterministic,
+        "values": digest_of(dict(wish.values)) if wish.values else "",
+    }
+    with contextlib.ExitStack() as stack:
+        journal = None
+        if wish.resume is not None:
+            journal = stack.enter_context(Journal(Path(wish.resume), settings, episodes, digests))
+        finished = {} if journal is None else dict(journal.finished)
+        num_found = len(finished)
+        left = [episode.index for episode in episodes if episode.index not in finished]
+        dealer = Dealer(left, max(1, min(num_envs, scene.num_workers)))
+        progress = stack.enter_context(Progress(len(episodes)))
+        total = sum(each.total for each in finished.values())
+        playing = backend.play(plan, episodes, dealer, min(num_envs, len(left))) if left else iter(())
+        stack.callback(getattr(playing, "close", lambda: None))
+        for group in playing:
+            for each in group:
+                if each.was_cut and max_steps is None:
+                    raise _endless(episodes[each.index])
+                if journal is not None:
+                    journal.append(each)
+                finished[each.index] = each
+                total += each.total
+            progress.show(len(finished), total / max(1, len(finished)))
+    manifest = {
+        **describe_here(),
+        **settings,
+        "values": {name: repr(value) for name, value in wish.values.items()},
+        "agent": type(agent).__name__,
+        "launcher": scene.launcher,
+        "num_workers": scene.num_workers,
+        "num_envs": num_envs,
+        "started_at": started_at.isoformat(timespec="seconds"),
+        "seconds": round(time.perf_counter() - started, 3),
+        "resumed_episodes": num_found,
+    }
+    return _tabulate([finished[episode.index] for episode in episodes], episodes, manifest)
+
+
+def read_episodes(episodes: int | None, seed: Any, options: Any) -> tuple[list[Episode], list[str]]:
+    """Read which episodes are asked for; returns them, and a digest of each one's options.
+
+    Raises:
+        ConfigError: They are none, too many or too few, or some are the same.
+    """
+    if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
+        count = whole_number("episodes", _DEFAULT_EPISODES if episodes is None else episodes, least=1)
+        seeds = [int(seed) + index for index in range(count)]
+    elif isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str):
+        seeds = [whole_number("A seed of evaluate()", item, least=0) for item in seed]
+        if not seeds or episodes not in (None, len(seeds)):
+            raise ConfigError(f"episodes={episodes}, but there are {len(seeds)} seeds: leave episodes out.")
+    else:
+        raise ConfigError(f"seed must be an int, or a list with one per episode, got {seed!r}.")
+    if not 0 <= min(seeds) <= max(seeds) < _SEED_LIMIT:
+        raise ConfigError(f"Seeds must be from 0 to 2**63 - 1, got {min(seeds)} to {max(seeds)}.")
+    if options is None or isinstance(options, dict):
+        each: Sequence[Any] = [options] * len(seeds)
+        if len(set(seeds)) != len(seeds):
+            twice = next(item for item in seeds if seeds.count(item) > 1)
+            raise ConfigError(
+                f"Seed {twice} is given more than once: that episode would count twice. Leave it out, or give "
+                "options= as a list if the episodes differ in these."
+            )
+    elif isinstance(options, Sequence) and not isinstance(options, str):
+        each = options
+        if len(each) != len(seeds) or not all(item is None or isinstance(item, dict) for item in each):
+            raise ConfigError(f"options must be a dict, or a list of {len(seeds)} dicts, one per episode.")
+    else:
+        raise ConfigError(f"options must be a dict, or a list with one per episode, got {options!r}.")
+    pickled: dict[int, bytes] = {id(item): cloudpickle.dumps(item) for item in each if item is not None}
+    digests = {id(item): digest_of(item) for item in each if item is not None}
+    return (
+        [Episode(index, seeds[index], pickled.get(id(item))) for index, item in enumerate(each)],
+        [digests.get(id(item), "") for item in each],
+    )
+
+
+def identify(agent: object, spec: WeightsSpec, weights: bytes) -> str:
+    """Return what tells an agent from others: its weights, what kind of object it is and, of a function, its code."""
+    found = hashlib.sha256(weights)
+    kind = type(agent)
+    found.update(repr((kind.__module__, kind.__qualname__, spec)).encode())
+    if (function := getattr(agent, "__code__", None)) is not None:
+        found.update(function.co_code + repr((function.co_names, function.co_varnames)).encode())
+        found.update(repr([item for item in function.co_consts if not hasattr(item, "co_code")]).encode())
+    return found.hexdigest()[:16]
+
+
+def digest_of(value: object) -> str:
+    """Return what tells a value from others, in this process or another one."""
+    return hashlib.sha256(values.dumps(value)).hexdigest()[:16]
+
+
+def _count_envs(num_envs: int | None, usual: int) -> int:
+    return usual if num_envs is None else whole_number("num_envs", num_envs, least=1)
+
+
+def _show(policy: Policy, space: Space[Any]) -> None:
+    """Show a policy that wants to see them some observations: the same ones, whatever was seen in training."""
+    policy.stamp()  # First: it finds out what there is.
+    if (look_at := getattr(policy, "look_at", None)) is not None:
+        layout = Layout(space)
+        made_up = copy.deepcopy(space)  # The user's own must not be seeded.
+        made_up.seed(0)
+        samples = [layout.flatten(made_up.sample()) for _ in range(_SHOWN_ROWS)]
+        look_at(
+            layout.nest(
+                [
+                    np.stack([np.asarray(part, leaf.dtype) for part in column])
+                    for leaf, column in zip(layout.leaves, zip(*samples, strict=True), strict=True)
+                ]
+            )
+        )
+
+
+def _endless(episode: Episode) -> ConfigError:
+    return ConfigError(
+        f"Episode {episode.index} (seed {episode.seed}) has not ended within {_ENDLESS_STEPS:,} steps: with this agent "
+        "it may never end. Say how long one may be: evaluate(..., max_steps=1_000) truncates it there."
+    )
+
+
+def _tabulate(table: Sequence[Finished], episodes: Sequence[Episode], manifest: Mapping[str, Any]) -> Evaluation:
+    return Evaluation(
+        returns=np.array([each.total for each in table], np.float64),
+        lengths=np.array([each.length for each in table], np.int64),
+        seeds=np.array([episode.seed for episode in episodes], np.int64),
+        terminated=np.array([each.terminated for each in table], np.bool_),
+        truncated=np.array([each.truncated for each in table], np.bool_),
+        final_infos=[each.info for each in table],
+        manifest=manifest,
+    )

@@ -1,0 +1,183 @@
+"""Journal: the file in which an evaluation's episodes are written as they end, so that none is played twice.
+
+One JSON object per line. The first says what is evaluated, every other one is an episode:
+
+    {"clusterenv_evaluation": 1, "env": "CartPole-v1", "policy": "5f0c...", "max_steps": null, ...}
+    {"episode": 3, "seed": 3, "return": 21.0, "length": 21, "terminated": true, "truncated": false, "info": {}}
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from clusterenv.errors import ConfigError, JournalError
+from clusterenv.head.evaluating import Finished
+from clusterenv.wire import values
+from clusterenv.wire.messages import Episode
+
+_FORMAT = 1
+_MARK = "clusterenv_evaluation"
+
+
+class Journal:
+    """Reads the episodes that a file holds, and appends others.
+
+    Attributes:
+        finished: The episodes of this evaluation that the file held, by index.
+    """
+
+    def __init__(
+        self, path: Path, settings: Mapping[str, Any], episodes: Sequence[Episode], digests: list[str]
+    ) -> None:
+        """Open a file, or begin one.
+
+        Args:
+            path: Of the file.
+            settings: What is evaluated, and how: a file in which they differ is another evaluation's.
+            episodes: The table's.
+            digests: Of each episode's options.
+
+        Raises:
+            ConfigError: It is another evaluation's file, or none at all.
+            JournalError: It cannot be read or written.
+        """
+        self.finished: dict[int, Finished] = {}
+        self._path = path
+        self._episodes = episodes
+        self._digests = digests
+        header = {_MARK: _FORMAT, **settings}
+        try:
+            # Unbuffered: what could not be written must not be tried again when the file is closed.
+            self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 - it is closed at this object's own exit
+        except OSError as error:
+            raise JournalError(f"resume={str(path)!r} cannot be opened: {error.strerror}.") from error
+        try:
+            self._read(header)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, finished: Finished) -> None:
+        """Write an episode down.
+
+        Raises:
+            JournalError: It cannot be written; those before it are there.
+        """
+        episode = self._episodes[finished.index]
+        line: dict[str, Any] = {
+            "episode": finished.index,
+            "seed": episode.seed,
+            "return": finished.total,
+            "length": finished.length,
+            "terminated": finished.terminated,
+            "truncated": finished.truncated,
+        }
+        if finished.was_cut:
+            line["was_cut"] = True
+        if self._digests[finished.index]:
+            line["options"] = self._digests[finished.index]
+        if _is_plain(finished.info):
+            line["info"] = finished.info
+        else:
+            line["packed_info"] = base64.b64encode(values.dumps(finished.info)).decode()
+        self._write(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _read(self, header: Mapping[str, Any]) -> None:
+        self._file.seek(0)
+        data = self._file.read()
+        complete, _, torn = data.rpartition(b"\n")
+        if torn:  # A crash has left half a line behind. What is appended must not become the other half.
+            self._file.truncate(len(data) - len(torn))
+        lines = complete.split(b"\n") if complete else []
+        if not lines:
+            self._write(header)
+            return
+        self._check_header(_parse(lines[0], self._path, 1), json.loads(json.dumps(header)))
+        for number, text in enumerate(lines[1:], 2):
+            line = _parse(text, self._path, number)
+            try:
+                self._note(line)
+            except ConfigError:
+                raise
+            except (KeyError, TypeError, ValueError, binascii.Error) as error:
+                raise ConfigError(f"Line {number} of {self._path} is not an episode of an evaluation.") from error
+
+    def _check_header(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        if _MARK not in found:
+            raise ConfigError(f"{self._path} is not a file of evaluate(resume=...): give the name of a new one.")
+        for name in wanted:
+            if found.get(name) != wanted[name]:
+                what = "another policy, or other weights" if name == "policy" else f"{name}={found.get(name)!r}"
+                now = "" if name == "policy" else f", and not {wanted[name]!r}"
+                raise ConfigError(
+                    f"{self._path} holds episodes of {what}{now}: this is another evaluation. Give resume= the name of "
+                    "a new file."
+                )
+
+    def _note(self, line: Mapping[str, Any]) -> None:
+        index = line["episode"]
+        if index >= len(self._episodes):
+            return  # Of a larger table than is asked for now.
+        if line["seed"] != self._episodes[index].seed or line.get("options", "") != self._digests[index]:
+            raise ConfigError(
+                f"{self._path} holds an episode {index} with seed {line['seed']}, while that of this evaluation has "
+                f"seed {self._episodes[index].seed}, or other options. Give resume= the name of a new file."
+            )
+        info = line["info"] if "info" in line else values.loads(base64.b64decode(line["packed_info"]))
+        self.finished[index] = Finished(
+            index,
+            float(line["return"]),
+            int(line["length"]),
+            bool(line["terminated"]),
+            bool(line["truncated"]),
+            bool(line.get("was_cut", False)),
+            info,
+        )
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        try:
+            data = json.dumps(line).encode() + b"\n"
+            while data:  # Of what does not fit on a disk, as much is written as does.
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            raise JournalError(
+                f"An episode could not be written to {self._path}: {error.strerror}. All before it are there: call "
+                "evaluate() with the same resume= again when that is mended."
+            ) from error
+
+
+def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"Line {number} of {os.fspath(path)} is not JSON: it is no file of evaluate(resume=...), or was changed. "
+            "Give the name of a new one."
+        ) from error
+    if not isinstance(line, dict):
+        raise ConfigError(f"Line {number} of {os.fspath(path)} is not a line of evaluate(resume=...).")
+    return line
+
+
+def _is_plain(value: object) -> bool:
+    """Whether JSON returns a value as it was."""
+    if type(value) is dict:
+        return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)

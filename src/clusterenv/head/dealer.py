@@ -1,0 +1,68 @@
+"""Dealer: which episodes of an evaluation are to be played by whom. Answers in, episodes out; no I/O."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable
+
+
+class Dealer:
+    """Deals every episode until it is over, and no episode to two players at a time.
+
+    A player is dealt as many as it has environments and, once it has shown how many it plays between two answers, some
+    to go on with. What it has not begun by its answer goes back: nobody waits while another one has a queue.
+
+    Attributes:
+        num_left: How many are not over.
+        losses: How often each episode was under way, or about to be, with a player that was lost.
+    """
+
+    def __init__(self, episodes: Iterable[int], num_players: int) -> None:
+        """Deal these.
+
+        Args:
+            episodes: Their indices, in the order in which to play them.
+            num_players: Among how many.
+        """
+        self._waiting = deque(episodes)
+        self._num_players = num_players
+        self._held: dict[Hashable, set[int]] = {}
+        self._pace: dict[Hashable, int] = {}
+        self.num_left = len(self._waiting)
+        self.losses: Counter[int] = Counter()
+
+    def wants(self, player: Hashable) -> bool:
+        """Whether there is anything for a player to do."""
+        return bool(self._waiting or self._held.get(player))
+
+    def deal(self, player: Hashable, num_envs: int) -> list[int]:
+        """Return the episodes that a player with so many environments is to play besides those it has begun."""
+        held = self._held.setdefault(player, set())
+        ahead = min(2 * self._pace.get(player, 0), len(self._waiting) // (2 * self._num_players))
+        count = max(0, min(len(self._waiting), num_envs + ahead - len(held)))
+        dealt = [self._waiting.popleft() for _ in range(count)]
+        held.update(dealt)
+        return dealt
+
+    def accept(self, player: Hashable, finished: Iterable[int], unstarted: Iterable[int]) -> None:
+        """Take note of an answer.
+
+        Raises:
+            ValueError: It speaks of an episode that the player was not dealt, or of one twice.
+        """
+        held = self._held.setdefault(player, set())
+        finished, unstarted = list(finished), list(unstarted)
+        for index in (*finished, *unstarted):
+            if index not in held:
+                raise ValueError(f"episode {index} is not among those it plays")
+            held.remove(index)
+        self._waiting.extendleft(reversed(unstarted))
+        self._pace[player] = len(finished)
+        self.num_left -= len(finished)
+
+    def take_back(self, player: Hashable) -> None:
+        """Note that a player is lost: what it was dealt is to be played by others."""
+        held = sorted(self._held.pop(player, ()))
+        self._waiting.extendleft(reversed(held))
+        self._pace.pop(player, None)
+        self.losses.update(held)

@@ -1,0 +1,101 @@
+"""Choices: the actions a policy has decided on, checked, and divided among the environments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector.utils import batch_space, iterate
+from numpy.typing import NDArray
+
+from clusterenv.errors import PolicyError
+from clusterenv.policy.policy import Decision
+from clusterenv.wire.layout import Layout
+
+
+class Choices:
+    """What a policy may choose for a number of environments."""
+
+    def __init__(self, action_space: Space[Any], num_rows: int) -> None:
+        """Check and divide choices.
+
+        Args:
+            action_space: Of one environment.
+            num_rows: How many environments a policy decides for at a time.
+        """
+        self._rows = num_rows
+        self._actions = Layout(action_space)
+        self._batched_actions = batch_space(action_space, num_rows)
+        self._ranges = [_range_of(part) for part in _leaf_spaces(action_space)]
+
+    def check(self, decision: Decision, *, are_real: bool = True) -> list[NDArray[Any]]:
+        """Return one array per leaf, in exactly the action space's dtype and shape; real ones are of the space."""
+        try:
+            parts = self._actions.flatten(decision.action)
+        except (KeyError, IndexError, TypeError) as error:
+            raise PolicyError(f"The policy's actions are not nested as the action space is: {error}.") from error
+        checked = []
+        for leaf, part, bounds in zip(self._actions.leaves, parts, self._ranges, strict=True):
+            array = np.asarray(part)
+            wanted = (self._rows, *leaf.shape)
+            assert leaf.dtype is not None, "checked by the head: check_collectable"
+            if array.shape != wanted or not (array.dtype == leaf.dtype or _fits(array, leaf.dtype)):
+                raise PolicyError(
+                    f"The policy's action{leaf} must have shape {wanted} and a dtype that fits {leaf.dtype}, "
+                    f"got shape {array.shape} of {array.dtype}. The action space is {self._batched_actions}."
+                )
+            if not are_real:
+                pass  # On made-up observations a policy may do anything.
+            elif bounds is None:
+                if array.dtype.kind == "f" and np.isnan(array).any():
+                    raise PolicyError(f"The policy's action{leaf} holds NaN. Has training diverged?")
+            elif _is_outside(array, *bounds):
+                raise PolicyError(
+                    f"The policy's action{leaf} must be from {bounds[0]} to {bounds[1]}, got {array.min()} to "
+                    f"{array.max()}. The action space is {self._batched_actions}."
+                )
+            checked.append(array if array.dtype == leaf.dtype else array.astype(leaf.dtype))
+        return checked
+
+    def split(self, actions: list[NDArray[Any]], *, is_batched: bool = False) -> Any:
+        """Return one action per environment, or, for those who take them so, all of them nested as the space is."""
+        if is_batched:
+            return self._actions.nest(actions)
+        if self._actions.is_single:
+            return actions[0]
+        return iterate(self._batched_actions, self._actions.nest(actions))
+
+
+def _is_outside(array: NDArray[Any], least: Any, largest: Any) -> bool:
+    """Tell whether a choice is not in the space. Once per step: the common case takes one look at the numbers."""
+    if array.dtype == np.int64 and type(least) is int and least == 0:
+        return bool(array.view(np.uint64).max() > largest)  # Negative ones are the largest of all.
+    return bool((array < least).any() or (array > largest).any())
+
+
+def _leaf_spaces(space: Space[Any]) -> list[Space[Any]]:
+    """Return the spaces of a layout's leaves, in its order."""
+    if isinstance(space, spaces.Dict):
+        return [leaf for part in space.spaces.values() for leaf in _leaf_spaces(part)]
+    if isinstance(space, spaces.Tuple):
+        return [leaf for part in space.spaces for leaf in _leaf_spaces(part)]
+    return [space]
+
+
+def _range_of(space: Space[Any]) -> tuple[Any, Any] | None:
+    """Return the least and the largest choice; None for continuous actions, which environments clip as they like."""
+    match space:
+        case spaces.Discrete():
+            return int(space.start), int(space.start + space.n - 1)
+        case spaces.MultiDiscrete():
+            return space.start, space.start + space.nvec - 1
+        case spaces.MultiBinary():
+            return 0, 1
+        case _:
+            return None
+
+
+def _fits(array: NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    """Tell whether actions can be cast without loss of meaning; a Bernoulli sample of 0.0 and 1.0 is fine for ints."""
+    return np.can_cast(array.dtype, dtype, "same_kind") or bool((array.astype(dtype) == array).all())

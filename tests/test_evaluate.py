@@ -1,0 +1,459 @@
+"""`evaluate`: exactly the episodes that were asked for, with the same table on any number of workers."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import tests.torch_agents as agents
+from clusterenv import AdaptiveSync, ClusterEnv, Evaluation, Faults, NativeVector, Network
+from clusterenv.adapters.cleanrl import CleanRLView
+from clusterenv.adapters.torch import TorchPolicy
+from clusterenv.errors import ConfigError, PolicyError, WorkerFailed
+from clusterenv.evaluation.manifest import find_commit
+from clusterenv.policy.sync import SyncRule
+from tests.agents import Agent
+from tests.conftest import Backend
+from tests.uneven import (
+    LONG,
+    Chance,
+    Dice,
+    Endless,
+    Floats,
+    Masked,
+    Raises,
+    Uneven,
+    act,
+    obey,
+    play_plainly,
+    roll,
+    rows_of,
+    seed_chance,
+)
+
+SEEDS = list(range(100, 160))
+
+
+@functools.cache
+def plain_table() -> list[Any]:
+    return play_plainly(Uneven(), act, SEEDS)
+
+
+def test_the_table_is_that_of_a_plain_loop(backend: Backend) -> None:
+    with ClusterEnv(Uneven, 5, **backend) as envs:
+        evaluation = envs.evaluate(act, len(SEEDS), seed=SEEDS[0])
+        assert rows_of(evaluation) == plain_table()
+        assert {LONG} < set(evaluation.lengths.tolist())
+        # The environments are used again, and nothing of the last evaluation is left in them.
+        assert rows_of(envs.evaluate(act, seed=SEEDS[::-1])) == plain_table()[::-1]
+
+
+@pytest.mark.parametrize(("num_workers", "num_envs"), [(0, 1), (0, 19), (1, 8), (3, 3), (3, 11)])
+def test_the_table_does_not_depend_on_the_number_of_workers_and_environments(num_workers: int, num_envs: int) -> None:
+    with ClusterEnv(Uneven, num_envs, num_workers=num_workers) as envs:
+        assert rows_of(envs.evaluate(act, seed=SEEDS)) == plain_table()
+
+
+def test_what_ended_an_episode_is_told_of_each(backend: Backend) -> None:
+    with ClusterEnv(Uneven, 3, **backend) as envs:
+        evaluation = envs.evaluate(act, 20)
+    env = Uneven()
+    for seed, info in zip(evaluation.seeds.tolist(), evaluation.final_infos, strict=True):
+        obs, _ = env.reset(seed=seed)
+        is_over = False
+        while not is_over:
+            obs, _, terminated, truncated, expected = env.step(act(obs[None])[0])
+            is_over = terminated or truncated
+        assert info["success"] is expected["success"]
+        np.testing.assert_array_equal(info["state"], expected["state"])
+
+
+class Network64(nn.Module):
+    """A Q-network for `Uneven`."""
+
+    def __init__(self, num_inputs: int = 3, num_actions: int = 3) -> None:
+        super().__init__()
+        self.body = agents.mlp(num_inputs, num_actions)
+
+    def forward(self, x: Any) -> Any:
+        return self.body(x)
+
+
+def q_network() -> TorchPolicy:
+    torch.manual_seed(3)
+    return TorchPolicy(Network64(), output="q")
+
+
+def recurrent_network() -> TorchPolicy:
+    torch.manual_seed(4)
+    cell, head = nn.GRUCell(3, 32), nn.Linear(32, 3)
+
+    def choose(module: Any, obs: Any, state: Any) -> dict[str, Any]:
+        memory = module[0](obs, state["h"])
+        return {"action": module[1](memory).argmax(1), "state": {"h": memory}}
+
+    return TorchPolicy(
+        nn.ModuleList([cell, head]), act=choose, initial_state=lambda count: {"h": torch.zeros(count, 32)}
+    )
+
+
+def test_a_network_has_the_table_of_a_plain_loop() -> None:
+    policy = q_network()
+
+    def choose(obs: Any) -> Any:
+        with torch.inference_mode():
+            return policy.module(torch.as_tensor(obs)).argmax(1).numpy()
+
+    with ClusterEnv(Uneven, 4, num_workers=2) as envs:
+        assert rows_of(envs.evaluate(policy, seed=SEEDS)) == play_plainly(Uneven(), choose, SEEDS)
+
+
+def continuous_network() -> Any:
+    torch.manual_seed(5)
+    return TorchPolicy(Network64(num_actions=2), output="action")
+
+
+@pytest.mark.parametrize(
+    ("make", "wrappers"),
+    [(q_network, []), (recurrent_network, []), (continuous_network, [Floats])],
+    ids=["a Q-network", "a recurrent one", "a continuous one"],
+)
+def test_a_networks_table_is_the_same_bit_for_bit_whatever_runs_beside_an_episode(make: Any, wrappers: Any) -> None:
+    tables = []
+    for num_workers, num_envs in ((0, 1), (0, 9), (1, 3)):
+        with ClusterEnv(Uneven, num_envs, num_workers=num_workers, wrappers=wrappers) as envs:
+            tables.append(rows_of(envs.evaluate(make(), 40, seed=7)))
+    assert tables[0] == tables[1] == tables[2]
+
+
+@pytest.mark.parametrize("make", [Dice, lambda: roll, lambda: Agent(3, 3)], ids=["a policy", "a function", "a network"])
+def test_random_choices_follow_from_an_episodes_seed_alone(make: Any) -> None:
+    torch.manual_seed(1)
+    agent = make()
+    tables = []
+    for num_workers, num_envs in ((0, 1), (2, 5)):
+        with ClusterEnv(Uneven, num_envs, num_workers=num_workers) as envs:
+            tables.append(rows_of(envs.evaluate(agent, 30)))
+            assert rows_of(envs.evaluate(agent, 30, seed=1))[:-1] == tables[-1][1:]
+    assert tables[0] == tables[1]
+    lengths = [row[2] for row in tables[0]]
+    assert [row[1] for row in play_plainly(Uneven(), act, range(30))] != [row[1] for row in tables[0]]
+    assert lengths == [row[2] for row in play_plainly(Uneven(), act, range(30))]
+
+
+def test_a_deterministic_evaluation_takes_the_most_likely_actions() -> None:
+    with ClusterEnv(Uneven, 4, num_workers=2) as envs:
+        assert rows_of(envs.evaluate(Dice(), seed=SEEDS, deterministic=True)) == plain_table()
+
+
+def test_a_policy_that_cannot_act_deterministically_is_refused(backend: Backend) -> None:
+    with ClusterEnv(Uneven, 2, **backend) as envs:
+        with pytest.raises(PolicyError, match="takes no deterministic"):
+            envs.evaluate(roll, 5, deterministic=True)
+        assert len(envs.evaluate(roll, 5)) == 5
+
+
+def test_episodes_may_differ_in_their_options(backend: Backend) -> None:
+    options = [{"bonus": float(index)} for index in range(12)]
+    seeds = [3] * 12
+    with ClusterEnv(Uneven, 3, **backend) as envs:
+        evaluation = envs.evaluate(act, seed=seeds, options=options)
+        assert rows_of(evaluation) == play_plainly(Uneven(), act, seeds, options)
+        same = envs.evaluate(act, 6, options={"bonus": 2.0})
+        assert rows_of(same) == play_plainly(Uneven(), act, range(6), [{"bonus": 2.0}] * 6)
+
+
+def test_max_steps_truncates_what_takes_longer(backend: Backend) -> None:
+    with ClusterEnv(Uneven, 3, **backend) as envs:
+        evaluation = envs.evaluate(act, seed=SEEDS, max_steps=5)
+        assert rows_of(evaluation) == play_plainly(Uneven(), act, SEEDS, max_steps=5)
+        assert evaluation.lengths.max() == 5
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    num_envs=st.integers(1, 20),
+    seeds=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=40, unique=True),
+    max_steps=st.none() | st.integers(1, 20),
+)
+def test_any_seeds_are_played_once_each_in_any_number_of_environments(
+    num_envs: int, seeds: list[int], max_steps: int | None
+) -> None:
+    with ClusterEnv(Uneven, num_envs, num_workers=0) as envs:
+        found = rows_of(envs.evaluate(act, seed=seeds, max_steps=max_steps))
+    assert found == play_plainly(Uneven(), act, seeds, max_steps=max_steps)
+
+
+def test_a_policy_is_given_the_masks_of_its_environments() -> None:
+    with ClusterEnv(Uneven, 5, num_workers=2, wrappers=[Masked]) as envs:
+        assert len(envs.evaluate(obey, 20)) == 20
+
+
+def train(backend: Backend, sync: SyncRule | None, *, evaluates: bool, is_wrapped: bool = False) -> list[Any]:
+    """Train a little; returns everything that a learner sees."""
+    torch.manual_seed(0)
+    seed_chance(None)
+    module = Agent(3, 3)
+    agent = TorchPolicy(module) if is_wrapped else module
+    seen: list[Any] = []
+    with ClusterEnv(Uneven, 4, sync=sync, wrappers=[Chance], **backend) as envs:
+        envs.reset(seed=5)
+        envs.apply(seed_chance, range(4))
+        for _ in range(4):
+            if evaluates:
+                envs.evaluate(agent, 6)
+                envs.evaluate(act, 3, deterministic=False)
+            rollout = envs.rollout(agent, 16)
+            step = envs.step(agent)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.add_(0.05 * torch.randn(parameter.shape))
+            seen += [rollout.obs, rollout.actions, rollout.rewards, rollout.extras["logprob"], rollout.versions]
+            seen += [step[0], step[1], step[4]["action"], rollout.divergences, rollout.episodes.returns]
+        timed = ("seconds", "per_second", "idle_share", "workers_mean", "worker_hours")
+        seen.append({name: value for name, value in envs.stats.items() if not name.endswith(timed)})
+    seen += [random.random(), np.random.random(), torch.rand(1).item()]
+    return seen
+
+
+@pytest.mark.parametrize("sync", [None, AdaptiveSync(0.01)], ids=["every update", "adaptive"])
+def test_training_goes_on_as_if_there_had_been_no_evaluation(backend: Backend, sync: SyncRule | None) -> None:
+    for is_wrapped in (False, True) if backend["num_workers"] == 0 else (False,):
+        without, with_them = (
+            train(backend, sync, evaluates=evaluates, is_wrapped=is_wrapped) for evaluates in (False, True)
+        )
+        for expected, got in zip(without, with_them, strict=True):
+            np.testing.assert_equal(got, expected)
+
+
+def test_evaluations_use_as_many_environments_as_they_may(tmp_path: Path) -> None:
+    class Counted(Uneven):
+        def __init__(self) -> None:
+            super().__init__()
+            self._mark = tmp_path / f"{id(self)}"
+            self._mark.touch()
+
+        def close(self) -> None:
+            self._mark.unlink()
+
+    with ClusterEnv(Counted, 6, num_workers=0) as envs:
+        envs.evaluate(act, 10, num_envs=2)
+        assert len(list(tmp_path.iterdir())) == 6 + 2
+        envs.evaluate(act, 10)
+        assert len(list(tmp_path.iterdir())) == 6 + 6
+        envs.evaluate(act, 10, num_envs=1)
+        assert len(list(tmp_path.iterdir())) == 6 + 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"episodes": 0}, "episodes must be an int of at least 1"),
+        ({"episodes": 2.5}, "episodes must be an int"),
+        ({"seed": [1, 2, 1]}, "Seed 1 is given more than once"),
+        ({"seed": []}, "there are 0 seeds"),
+        ({"seed": [1, 2], "episodes": 3}, "there are 2 seeds"),
+        ({"seed": -1}, "Seeds must be from 0"),
+        ({"seed": 2**63}, "Seeds must be from 0"),
+        ({"seed": None}, "seed must be an int"),
+        ({"seed": "0"}, "seed must be an int"),
+        ({"options": [{}]}, "one per episode"),
+        ({"options": 3}, "options must be a dict"),
+        ({"max_steps": 0}, "max_steps must be"),
+        ({"num_envs": 0}, "num_envs must be"),
+        ({"deterministic": 1}, "deterministic must be"),
+        ({"values": 3}, "values must be"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_in_a_sentence(arguments: dict[str, Any], words: str) -> None:
+    with ClusterEnv(Uneven, 1, num_workers=0) as envs, pytest.raises(ConfigError, match=words):
+        envs.evaluate(act, **arguments)
+
+
+def test_native_vector_environments_are_refused() -> None:
+    envs = ClusterEnv(NativeVector("CartPole-v1"), 2, num_workers=0)
+    with envs, pytest.raises(ConfigError, match="NativeVector"):
+        envs.evaluate(act, 2)
+
+
+def test_environments_that_differ_are_refused() -> None:
+    envs = ClusterEnv(Uneven, 2, num_workers=0, observation_mode="different")
+    with envs, pytest.raises(ConfigError, match="all alike"):
+        envs.evaluate(act, 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_episode_that_never_ends_is_an_error_that_names_max_steps(num_workers: int) -> None:
+    with ClusterEnv(Endless, 1, num_workers=num_workers) as envs:
+        with pytest.raises(ConfigError, match=r"Episode 0 \(seed 0\) has not ended .* max_steps"):
+            envs.evaluate(act, 1)
+        assert envs.evaluate(act, 2, max_steps=3).truncated.all()
+
+
+def test_an_environment_that_raises_is_told_with_its_episode_and_the_next_evaluation_works(remote: Backend) -> None:
+    assert play_plainly(Uneven(), act, [7])[0][2] > 2, "it raises before its end"
+    with ClusterEnv(Raises, 4, **remote) as envs:
+        with pytest.raises(WorkerFailed, match=r"(?s)An environment raised KeyError.*In episode 7 of .* with seed 7"):
+            envs.evaluate(act, 30)
+        assert rows_of(envs.evaluate(act, seed=SEEDS)) == plain_table()
+        envs.reset(seed=0)
+        envs.step(np.zeros(4, np.int64))
+
+
+def test_an_environment_that_may_raise_truncates_its_episode(backend: Backend) -> None:
+    with ClusterEnv(Raises, 3, faults=Faults(on_env_error="reset"), **backend) as envs:
+        evaluation = envs.evaluate(act, 12)
+    expected = play_plainly(Uneven(), act, range(12))
+    assert rows_of(evaluation)[:7] + rows_of(evaluation)[8:] == expected[:7] + expected[8:]
+    assert (evaluation.lengths[7], evaluation.truncated[7]) == (3, True)
+    assert "KeyError" in evaluation.final_infos[7]["env_error"]
+
+
+def test_a_policy_that_raises_is_told_and_the_next_evaluation_works(remote: Backend) -> None:
+    with ClusterEnv(Uneven, 2, **remote) as envs:
+        with pytest.raises(WorkerFailed, match="The policy raised ZeroDivisionError"):
+            envs.evaluate(lambda obs: 1 // 0, 4)
+        assert len(envs.evaluate(act, 4)) == 4
+
+
+def test_evaluation_of_an_agent_sees_its_newest_weights() -> None:
+    policy = q_network()
+    with ClusterEnv(Uneven, 2, num_workers=1) as envs:
+        first = rows_of(envs.evaluate(policy, 10))
+        with torch.no_grad():
+            for parameter in policy.module.parameters():
+                parameter.neg_()
+        assert rows_of(envs.evaluate(policy, 10)) != first
+
+
+def table_of(returns: list[float]) -> Evaluation:
+    count = len(returns)
+    return Evaluation(
+        returns=np.array(returns),
+        lengths=np.arange(1, count + 1),
+        seeds=np.arange(count),
+        terminated=np.arange(count) % 2 == 0,
+        truncated=np.arange(count) % 2 == 1,
+        final_infos=[{}] * count,
+        manifest={"env": "Uneven"},
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 9, 100])
+def test_the_interquartile_mean_leaves_out_a_quarter_at_either_end(count: int) -> None:
+    returns = np.random.default_rng(count).standard_normal(count)
+    cut = int(0.25 * count)  # scipy.stats.trim_mean(returns, 0.25), which is what rliable calls.
+    expected = np.partition(returns, (cut, count - cut - 1))[cut : count - cut].mean()
+    assert table_of(returns.tolist()).iqm == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_interval_holds_the_mean_and_is_the_same_every_time() -> None:
+    returns = np.random.default_rng(0).normal(10.0, 2.0, 400)
+    low, high = table_of(returns.tolist()).interval
+    assert low < returns.mean() < high
+    error = returns.std() / np.sqrt(400)
+    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.1)
+    assert table_of(returns.tolist()).interval == (low, high)
+    assert table_of([3.0]).interval == (3.0, 3.0)
+
+
+def test_a_table_prints_what_a_person_wants_to_know() -> None:
+    text = str(table_of([1.0, 2.0, 3.0, 4.0]))
+    assert "4 episodes of Uneven" in text
+    assert "return  2.5  (95 % interval" in text
+    assert "2 terminated, 2 truncated" in text
+    assert "nan" not in str(table_of([1.0]))
+
+
+def test_a_table_becomes_a_data_frame_or_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = table_of([1.0, 2.0])
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigError, match="pip install pandas"):
+        table.to_dataframe()
+    # A program in pandas' place, where that is not installed: what it is given is what matters.
+    (tmp_path / "pandas.py").write_text("DataFrame = dict")
+    monkeypatch.delitem(sys.modules, "pandas")
+    monkeypatch.syspath_prepend(tmp_path)
+    frame = table.to_dataframe()
+    assert list(frame) == ["seed", "return", "length", "terminated", "truncated", "final_info"]
+    assert frame["return"].tolist() == [1.0, 2.0]
+    monkeypatch.delitem(sys.modules, "pandas")
+
+
+def test_the_manifest_says_what_the_table_was_made_with() -> None:
+    with ClusterEnv("CartPole-v1", 2, num_workers=1, env_kwargs={"sutton_barto_reward": True}) as envs:
+        manifest = envs.evaluate(lambda obs: np.zeros(len(obs), np.int64), 3).manifest
+    assert manifest["env"] == "CartPole-v1"
+    assert "sutton_barto_reward=True" in manifest["made_by"]
+    assert manifest["versions"]["numpy"] == np.__version__
+    assert manifest["launcher"] == "LocalLauncher"
+    assert (manifest["num_workers"], manifest["num_envs"]) == (1, 2)
+    assert manifest["host"]
+
+
+def test_the_commit_is_found_as_git_keeps_it(tmp_path: Path) -> None:
+    git, inner = tmp_path / ".git", tmp_path / "a" / "b"
+    (git / "refs" / "heads").mkdir(parents=True)
+    inner.mkdir(parents=True)
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    (git / "packed-refs").write_text("# pack-refs\n" + "1" * 40 + " refs/heads/main\n")
+    assert find_commit(inner) == "1" * 40
+    (git / "refs" / "heads" / "main").write_text("2" * 40 + "\n")
+    assert find_commit(inner) == "2" * 40
+    (git / "HEAD").write_text("3" * 40 + "\n")
+    assert find_commit(inner) == "3" * 40
+    worktree = tmp_path / "worktree"
+    worktree.mkdir()
+    own = git / "worktrees" / "one"
+    own.mkdir(parents=True)
+    (own / "HEAD").write_text("ref: refs/heads/main\n")
+    (own / "commondir").write_text("../..\n")
+    (worktree / ".git").write_text(f"gitdir: {own}\n")
+    assert find_commit(worktree) == "2" * 40
+
+
+def test_cleanrls_view_evaluates_too() -> None:
+    with ClusterEnv(Uneven, 2, num_workers=0, autoreset_mode="SameStep") as envs:
+        assert rows_of(CleanRLView(envs).evaluate(act, seed=SEEDS)) == plain_table()
+
+
+def test_without_workers_the_factory_need_not_be_one_that_can_be_sent(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+
+        def make() -> Uneven:
+            file.write("made\n")
+            return Uneven()
+
+        with ClusterEnv(make, 2, num_workers=0) as envs:
+            assert rows_of(envs.evaluate(act, seed=SEEDS)) == plain_table()
+
+
+def test_an_agent_that_cannot_be_sent_is_refused() -> None:
+    lock = threading.Lock()
+
+    def choose(obs: Any) -> Any:
+        with lock:
+            return act(obs)
+
+    with ClusterEnv(Uneven, 2, num_workers=0) as envs, pytest.raises(PolicyError, match="cannot be sent"):
+        envs.evaluate(choose, 2)
+
+
+def test_a_stream_may_be_followed_by_an_evaluation() -> None:
+    with ClusterEnv(Uneven, 4, num_workers=2, network=Network(transport="zmq")) as envs:
+        agent = Agent(3, 3)
+        next(envs.stream(agent, 8))
+        assert len(envs.evaluate(agent, 5)) == 5
+        next(envs.stream(agent, 8))

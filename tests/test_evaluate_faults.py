@@ -1,0 +1,238 @@
+"""Evaluations through losses, interruptions and the end of the head: no episode is missing, none counts twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clusterenv import ClusterEnv, Faults
+from clusterenv.errors import ConfigError, JournalError, WorkerLost
+from clusterenv.head.dealer import Dealer
+from tests.conftest import Backend, descendants, wait_until_gone
+from tests.script import ROOT
+from tests.uneven import KillsItsWorker, SignalsTheHead, Uneven, act, play_plainly, rows_of
+
+COUNT = 150
+KILLERS = (20, 60, 100, 140)
+
+
+def test_the_table_is_that_of_a_plain_loop_though_workers_are_killed(remote: Backend, tmp_path: Path) -> None:
+    mishap = KillsItsWorker(tmp_path, KILLERS)
+    with ClusterEnv(lambda: Uneven(mishap), 5, **remote) as envs:
+        evaluation = envs.evaluate(act, COUNT)
+        num_losses = len(envs.losses)
+        assert rows_of(evaluation) == play_plainly(Uneven(), act, range(COUNT))
+        # The last one may have been killed too late for its successor to be needed.
+        assert len(KILLERS) - 1 <= num_losses <= len(KILLERS)
+        envs.reset(seed=0)
+        envs.step(np.zeros(5, np.int64))
+
+
+def test_a_loss_is_raised_where_that_was_asked_for(remote: Backend, tmp_path: Path) -> None:
+    mishap = KillsItsWorker(tmp_path, [3])
+    envs = ClusterEnv(lambda: Uneven(mishap), 2, faults=Faults(on_loss="raise"), **remote)
+    with envs, pytest.raises(WorkerLost):
+        envs.evaluate(act, 20)
+
+
+class AlwaysKills:
+    """Ends its worker whenever an episode with a certain seed has begun."""
+
+    def __call__(self, env: Uneven) -> None:
+        if env.seed == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_episode_that_ends_every_worker_does_not_do_so_for_ever() -> None:
+    mishap = AlwaysKills()
+    with ClusterEnv(lambda: Uneven(mishap), 2, num_workers=1) as envs, pytest.raises(WorkerLost):
+        envs.evaluate(act, 20)
+
+
+def test_an_evaluation_may_be_interrupted_and_the_next_one_works(backend: Backend, tmp_path: Path) -> None:
+    mishap = SignalsTheHead(tmp_path, os.getpid(), signal.SIGINT, 7)
+    with ClusterEnv(lambda: Uneven(mishap), 3, **backend) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(KeyboardInterrupt):
+            envs.evaluate(act, 40)
+        assert rows_of(envs.evaluate(act, 40)) == play_plainly(Uneven(), act, range(40))
+        envs.step(np.zeros(3, np.int64))
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_a_file_holds_is_not_played_again(backend: Backend, tmp_path: Path) -> None:
+    path = tmp_path / "eval.jsonl"
+    with ClusterEnv(Uneven, 3, **backend) as envs:
+        envs.evaluate(act, 10, resume=path)
+        assert Counter(line["episode"] for line in lines_of(path)[1:]) == Counter(range(10))
+        evaluation = envs.evaluate(act, 25, resume=str(path))
+        assert rows_of(evaluation) == play_plainly(Uneven(), act, range(25))
+        assert evaluation.manifest["resumed_episodes"] == 10
+        assert Counter(line["episode"] for line in lines_of(path)[1:]) == Counter(range(25))
+        again = envs.evaluate(act, 25, resume=path)
+        assert rows_of(again) == rows_of(evaluation)
+        for first, second in zip(evaluation.final_infos, again.final_infos, strict=True):
+            assert first["success"] is second["success"]
+            np.testing.assert_array_equal(first["state"], second["state"])
+
+
+HEAD = """
+import os, signal, sys
+from pathlib import Path
+from clusterenv import ClusterEnv
+from tests.uneven import SignalsTheHead, Uneven, act
+scratch, num_workers = Path(sys.argv[1]), int(sys.argv[2])
+mishap = SignalsTheHead(scratch, os.getpid(), signal.SIGKILL, 33, scratch / "eval.jsonl")
+
+def make():
+    return Uneven(mishap)
+
+if __name__ == "__main__":
+    with ClusterEnv(make, 4, num_workers=num_workers) as envs:
+        envs.evaluate(act, 60, resume=scratch / "eval.jsonl")
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_evaluation_whose_head_was_killed_goes_on_where_it_was(tmp_path: Path, num_workers: int) -> None:
+    arguments = [sys.executable, "-c", HEAD, str(tmp_path), str(num_workers)]
+    ended = subprocess.run(arguments, cwd=ROOT, capture_output=True, timeout=100, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    assert wait_until_gone(descendants()) == []
+    path = tmp_path / "eval.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"episode": 59, "se')  # As if it had been killed in the middle of a line.
+    num_kept = path.read_bytes().count(b"\n") - 1
+    assert 0 < num_kept < 60
+    with ClusterEnv(Uneven, 3, num_workers=0) as envs, pytest.raises(ConfigError, match="another evaluation"):
+        envs.evaluate(act, 60, resume=path)  # Made by another factory, as far as that can be known.
+
+    def make() -> Uneven:
+        return Uneven()
+
+    make.__qualname__ = "make"
+    with ClusterEnv(make, 3, num_workers=0) as envs:
+        evaluation = envs.evaluate(act, 60, resume=path)
+    assert evaluation.manifest["resumed_episodes"] == num_kept
+    assert rows_of(evaluation) == play_plainly(Uneven(), act, range(60))
+    assert Counter(line["episode"] for line in lines_of(path)[1:]) == Counter(range(60))
+
+
+def other(obs: Any) -> Any:
+    return np.zeros(len(obs), np.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"agent": other}, "another policy"),
+        ({"seed": 1}, "seed 0, while that of this evaluation has seed 1"),
+        ({"options": {"bonus": 1.0}}, "or other options"),
+        ({"max_steps": 4}, "max_steps=None, and not 4"),
+        ({"values": {"x": 1}}, "values="),
+    ],
+)
+def test_a_file_of_another_evaluation_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = tmp_path / "eval.jsonl"
+    arguments = {"agent": act, "episodes": 3, "resume": path, **change}
+    with ClusterEnv(Uneven, 1, num_workers=0) as envs:
+        envs.evaluate(act, 3, resume=path)
+        before = path.read_bytes()
+        with pytest.raises(ConfigError, match=words):
+            envs.evaluate(**arguments)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"hello\n", "Line 1 of .* is not JSON"),
+        (b"[]\n", "Line 1 of .* is not a line"),
+        (b"{}\n", "is not a file of evaluate"),
+        (None, "Line 3 of .* is not an episode"),
+    ],
+)
+def test_a_file_that_is_none_of_ours_is_refused_and_left_as_it_is(
+    tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    path = tmp_path / "eval.jsonl"
+    with ClusterEnv(Uneven, 1, num_workers=0) as envs:
+        if content is None:
+            envs.evaluate(act, 1, resume=path)
+            content = path.read_bytes() + b"{}\n"
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=words):
+            envs.evaluate(act, 3, resume=path)
+    assert path.read_bytes() == content
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "eval.jsonl"
+    with ClusterEnv(Uneven, 1, num_workers=0) as envs, pytest.raises(JournalError, match=r"nowhere.*No such file"):
+        envs.evaluate(act, 3, resume=path)
+
+
+def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "eval.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ClusterEnv(Uneven, 2, num_workers=0) as envs:
+        envs.evaluate(act, 5, resume=path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 700, hard))
+        try:
+            with pytest.raises(JournalError, match=r"could not be written to .*: File too large"):
+                envs.evaluate(act, 60, resume=path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        evaluation = envs.evaluate(act, 60, resume=path)
+    assert rows_of(evaluation) == play_plainly(Uneven(), act, range(60))
+    assert evaluation.manifest["resumed_episodes"] > 5
+    assert Counter(line["episode"] for line in lines_of(path)[1:]) == Counter(range(60))
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 60), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 2**32))
+def test_whatever_happens_to_players_each_episode_is_over_once(count: int, sizes: list[int], seed: int) -> None:
+    chance = random.Random(seed)
+    dealer = Dealer(range(count), len(sizes))
+    queues: list[list[int]] = [[] for _ in sizes]
+    over: list[int] = []
+    while dealer.num_left:
+        player = chance.randrange(len(sizes))
+        if chance.random() < 0.1:
+            dealer.take_back(player)
+            queues[player] = []
+            continue
+        queues[player] += dealer.deal(player, sizes[player])
+        held = queues[player]
+        assert len(held) == len(set(held))
+        assert not any(set(held) & set(queue) for queue in queues if queue is not held)
+        num_finished = chance.randint(0, len(held))
+        finished, rest = held[:num_finished], held[num_finished:]
+        queues[player], unstarted = rest[: sizes[player]], rest[sizes[player] :]
+        dealer.accept(player, finished, unstarted)
+        over += finished
+    assert sorted(over) == list(range(count))
+
+
+def test_a_player_that_speaks_of_episodes_it_was_not_dealt_is_refused() -> None:
+    dealer = Dealer(range(4), 2)
+    dealt = dealer.deal("a", 2)
+    for finished, unstarted in (([3], []), ([], [2]), ([dealt[0], dealt[0]], [])):
+        with pytest.raises(ValueError, match="is not among those it plays"):
+            Dealer(range(4), 2).accept("a", finished, unstarted)
