@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -189,13 +190,23 @@ class WrongOnes(Resetting):
         return seed, options
 
 
-class WiderMask(Resetting):
-    """Resets those it should, and others."""
+class ResetsInSilence(Lawful):
+    """Resets all, but shows of those that are not named what was seen last."""
 
-    def change(self, seed: Any, options: Any) -> tuple[Any, Any]:
-        if options and "reset_mask" in options:
-            options = {"reset_mask": options["reset_mask"] | (np.arange(NUM_ENVS) == 1)}
-        return seed, options
+    last: Any = None
+
+    def spoil(self, answer: tuple[Any, ...]) -> Any:
+        self.last = answer[0]
+        return answer
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        if not options:
+            self.last, infos = super().reset(seed=seed)
+            return self.last, infos
+        mask = options["reset_mask"]
+        observations, _ = super().reset(seed=seed)
+        self.last = np.where(mask[:, None], observations, self.last)
+        return self.last, {}
 
 
 class Maskless(Resetting):
@@ -361,10 +372,8 @@ class GoesOn(Lawful):
     """Returns something after its end."""
 
     def step(self, actions: Any, **options: Any) -> Any:
-        try:
+        with contextlib.suppress(ClosedEnvironmentError):
             self.last = super().step(actions, **options)
-        except ClosedEnvironmentError:
-            pass
         return self.last
 
 
@@ -381,7 +390,7 @@ class LeavesFiles(Lawful):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left += os.pipe()
+        self.left.extend(os.pipe())
 
 
 class HidesLosses(Lawful):
@@ -420,7 +429,7 @@ LAWLESS: list[tuple[str, Callable[[], Any]]] = [
     ("no-seed", Repeating),
     ("no-seed", Forgetful),
     ("reset-mask", WrongOnes),
-    ("reset-mask", WiderMask),
+    ("reset-mask", ResetsInSilence),
     ("reset-mask", in_mode(Maskless, AutoresetMode.DISABLED)),
     ("options-untouched", Popping),
     ("next-step", PaidReset),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import traceback
 import warnings
@@ -113,12 +114,12 @@ def check_vector_env(
     _check_arguments(make, skip, num_steps)
     subject = Subject(make, seed=seed, num_steps=num_steps, factories=factories, worker_pids=worker_pids)
     verdicts: list[Verdict] = []
-    try:
+    # Warnings are of no use to who reads a report, and errors to some test frameworks.
+    with warnings.catch_warnings(action="ignore"), contextlib.closing(subject):
         for law in LAWS:
             verdicts.append(Verdict(law, LAWS[law], "skipped") if law in skip else _judge(law, subject, deadline_s))
+            subject.check_factories()
             subject.forget(is_all=verdicts[-1].outcome == "broken")
-    finally:
-        subject.forget(is_all=True)
     report = Report(subject.name, tuple(verdicts))
     if raises and report.broken:
         raise LawsBroken(report)
@@ -128,8 +129,7 @@ def check_vector_env(
 def _judge(law: str, subject: Subject, deadline_s: float) -> Verdict:
     subject.play = None
     try:
-        # Warnings are of no use to who reads a report, and an error to some test frameworks.
-        with warnings.catch_warnings(action="ignore"), deadline(deadline_s):
+        with deadline(deadline_s):
             if law not in _WITHOUT_A_RUN:
                 subject.demand_run()
             _LAWS[law](subject)
@@ -137,8 +137,8 @@ def _judge(law: str, subject: Subject, deadline_s: float) -> Verdict:
         return Verdict(law, LAWS[law], "not applicable", str(reason))
     except Broken as breach:
         message = str(breach)
-        if breach.moment is not None:
-            return _broken(law, message, render(breach.moment.lines))
+        if breach.lines is not None:
+            return _broken(law, message, render(breach.lines))
     except DeadlinePassed:
         message = f"It hangs: what was expected at once had not come after {deadline_s:g} s."
     except Exception as error:  # noqa: BLE001 - whatever it raises, it was not to

@@ -19,23 +19,25 @@ from numpy.typing import NDArray
 
 from clusterenv.errors import ConfigError
 from clusterenv.testing.deadline import DeadlinePassed, deadline
+from clusterenv.testing.difference import find_difference
 from clusterenv.testing.processes import Process, descendants
 
 Mask = NDArray[np.bool_]
 
 _CLOSE_S = 20.0
+_SOUND_MOMENTS = 5
 
 
 class Broken(Exception):
     """A law is broken: what happened, and what was expected.
 
     Attributes:
-        moment: Of the recorded run, if it was then; else it has happened to the vector environment used last.
+        lines: The calls that show it; by default those of the vector environment used last.
     """
 
-    def __init__(self, message: str, moment: Moment | None = None) -> None:
+    def __init__(self, message: str, lines: Sequence[str] | None = None) -> None:
         super().__init__(message)
-        self.moment = moment
+        self.lines = lines
 
 
 class NotApplicable(Exception):
@@ -179,10 +181,16 @@ class Play:
 
     def close(self) -> None:
         """Close it, for good or ill: how it closes is for other laws to judge."""
-        if not self.is_closed:
-            self.is_closed = True
-            with contextlib.suppress(Exception, DeadlinePassed), deadline(_CLOSE_S):
+        if self.is_closed:
+            return
+        self.is_closed = True
+        try:
+            with deadline(_CLOSE_S):
                 self.envs.close()
+        except (Exception, DeadlinePassed):  # noqa: BLE001 - other laws say why
+            # It was broken before. Gymnasium's AsyncVectorEnv and ClusterEnv have a way out of that.
+            with contextlib.suppress(Exception, DeadlinePassed), deadline(_CLOSE_S):
+                self.envs.close(terminate=True)
 
     def _record(self, name: str, actions: Any, mask: Mask | None, answer: tuple[Any, ...], pending: Mask) -> None:
         number = sum(moment.is_step == (name == "step") for moment in self.moments)
@@ -234,6 +242,7 @@ class Subject:
         self._num_steps = num_steps
         self._shared: dict[int, Play] = {}
         self._fresh: list[Play] = []
+        self._is_risked = False
         self._ended: Ended | None = None
         self._recording: list[Moment] | None = None
 
@@ -245,14 +254,14 @@ class Subject:
         """
         if number not in self._shared:
             play = self._shared[number] = Play(self._make, self.seed)
-            if self.factories is not None and len(self.factories) != play.num_envs:
-                raise ConfigError(
-                    f"factories: {len(self.factories)} factories for {play.num_envs} environments; give one for each, in "
-                    "their order."
-                )
             self.name = f"{play.envs!r}, {getattr(play.mode, 'name', 'of no autoreset mode')}"
         self.play = self._shared[number]
         return self.play
+
+    def risked(self) -> Play:
+        """Return one that laws share, for what it should survive; if it does not, the next law gets another one."""
+        self._is_risked = True
+        return self.shared(1)
 
     def fresh(self) -> Play:
         """Make a vector environment for one law, which may break it."""
@@ -283,6 +292,18 @@ class Subject:
             play.step()
         self._recording = list(play.moments)
         return self._recording
+
+    def check_factories(self) -> None:
+        """See that there are as many factories as environments, as far as it could be made.
+
+        Raises:
+            ConfigError: There are more or fewer.
+        """
+        count = next((play.num_envs for play in self._shared.values()), None)
+        if self.factories is not None and count not in (None, len(self.factories)):
+            raise ConfigError(
+                f"There are {len(self.factories)} factories for {count} environments; give one for each, in order."
+            )
 
     def demand_run(self) -> None:
         """See that there is a recorded run.
@@ -321,6 +342,10 @@ class Subject:
         for moment in self.recording[1:stop]:
             play.repeat(moment)
 
+    def close(self) -> None:
+        """Close all that were made."""
+        self.forget(is_all=True)
+
     def forget(self, *, is_all: bool) -> None:
         """Close the vector environments of one law; if it was broken, or at the end, those that laws share as well."""
         plays = [*self._fresh, *(self._shared.values() if is_all else ())]
@@ -328,6 +353,10 @@ class Subject:
         if is_all:
             self._shared = {}
             self.open_files = []
+        elif self._is_risked and not self._is_sound(self._shared[1]):
+            self._shared.pop(1).close()
+            self.open_files = []
+        self._is_risked = False
         for play in plays:
             play.close()
         if plays and not is_all and sys.platform == "linux":
@@ -335,6 +364,16 @@ class Subject:
             plays.clear()
             gc.collect()
             self.open_files.append(len(os.listdir("/proc/self/fd")))
+
+    def _is_sound(self, play: Play) -> bool:
+        """Tell whether one that laws share does as recorded."""
+        try:
+            with deadline(_CLOSE_S):
+                self.replay(play, _SOUND_MOMENTS)
+        except (Exception, DeadlinePassed):  # noqa: BLE001 - other laws say why
+            return False
+        pairs = zip(play.moments, self.recording, strict=False)
+        return all(find_difference(now.answer, then.answer) is None for now, then in pairs)
 
 
 def render(lines: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ def async_halves(subject: Subject) -> None:
 
 def async_order(subject: Subject) -> None:
     """A second `step_async` before `step_wait`, and `step_wait` without `step_async`, are refused."""
-    play = subject.fresh()
+    play = subject.risked()
     _demand_halves(play)
     play.begin()
     actions = play.sample()

@@ -12,7 +12,7 @@ _NAME = "clusterenv_testing_mark"  # No environment has it before.
 
 def call(subject: Subject) -> None:
     """`get_attr` and `call` return a tuple with a result of each environment, in order; arguments are passed on."""
-    play = subject.shared(1)
+    play = subject.risked()
     _demand(play, "get_attr", "call")
     play.begin()
     envs = play.envs
@@ -34,7 +34,7 @@ def call(subject: Subject) -> None:
 
 def set_attr(subject: Subject) -> None:
     """`set_attr` gives each environment its value of a list or tuple, or all the same, and refuses too few values."""
-    play = subject.shared(1)
+    play = subject.risked()
     _demand(play, "get_attr", "set_attr")
     play.begin()
     each = list(range(play.num_envs))
@@ -57,7 +57,7 @@ def set_attr(subject: Subject) -> None:
 
 def unknown_attribute(subject: Subject) -> None:
     """A name that no environment has is an AttributeError."""
-    play = subject.fresh()
+    play = subject.risked()
     _demand(play, "get_attr")
     play.begin()
     play.note(f"envs.get_attr('{_NAME}_other')")

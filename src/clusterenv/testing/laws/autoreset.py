@@ -25,7 +25,7 @@ def next_step(subject: Subject) -> None:
                     f"The episode of environment {index} had ended before {moment.name}, which must reset it: expected "
                     f"reward 0 and no flags, got reward {rewards[index]}, terminated {terminations[index]}, "
                     f"truncated {truncations[index]}.",
-                    moment,
+                    moment.lines,
                 )
     _compare_with_resets(subject, endings)
 
@@ -78,12 +78,12 @@ def plain_loop(subject: Subject) -> None:
             if moment.is_step:
                 arrays[1] = arrays[1].astype(moment.answer[1].dtype)  # Some have rewards of single precision.
             if difference := find_difference(moment.answer[:-1], tuple(arrays), moment.name):
-                raise Broken(f"A plain loop over its environments gives something else: {difference}", moment)
+                raise Broken(f"A plain loop over its environments gives something else: {difference}", moment.lines)
             for index, info in enumerate(infos):
                 ours = row_of(moment.answer[-1], index)
                 if not is_same_value(ours, info):
                     what = f"At {moment.name}, the info of environment {index} is {info}, but infos say {ours}."
-                    raise Broken(what, moment)
+                    raise Broken(what, moment.lines)
     finally:
         loop.close()
 

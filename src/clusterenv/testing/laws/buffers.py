@@ -17,7 +17,7 @@ def kept_answers(subject: Subject) -> None:
     start = 0 if _copies(subject.shared()) else 1
     for moment in subject.recording:
         if difference := find_difference(moment.given[start:], moment.answer[start:], moment.name):
-            raise Broken(f"What was returned has changed since: {difference}", subject.recording[-1])
+            raise Broken(f"What was returned has changed since: {difference}", subject.recording[-1].lines)
 
 
 def written_answers(subject: Subject) -> None:

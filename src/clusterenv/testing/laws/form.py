@@ -52,14 +52,14 @@ def step_form(subject: Subject) -> None:
     shape = (subject.shared().num_envs,)
     for moment in subject.recording:
         if not isinstance(moment.answer[-1], dict):
-            raise Broken(f"The infos of {moment.name} are a {type(moment.answer[-1])}, not a dict.", moment)
+            raise Broken(f"The infos of {moment.name} are a {type(moment.answer[-1])}, not a dict.", moment.lines)
     for moment in subject.steps:
         for (name, kind), values in zip(_KINDS.items(), moment.answer[1:4], strict=True):
             if not isinstance(values, np.ndarray):
-                raise Broken(f"The {name} of {moment.name} are a {type(values)}, not an array.", moment)
+                raise Broken(f"The {name} of {moment.name} are a {type(values)}, not an array.", moment.lines)
             if values.shape != shape or not np.issubdtype(values.dtype, kind):
                 found, expected = f"{values.dtype}{values.shape}", f"{kind.__name__}{shape}"
-                raise Broken(f"The {name} of {moment.name} are {found}, expected {expected}.", moment)
+                raise Broken(f"The {name} of {moment.name} are {found}, expected {expected}.", moment.lines)
 
 
 def observation_form(subject: Subject) -> None:
@@ -67,7 +67,7 @@ def observation_form(subject: Subject) -> None:
     space = subject.shared().envs.observation_space
     for moment in subject.recording:
         for problem in _misfits(space, moment.answer[0], "observations"):
-            raise Broken(f"{moment.name} returned {problem}", moment)
+            raise Broken(f"{moment.name} returned {problem}", moment.lines)
 
 
 def observation_values(subject: Subject) -> None:
@@ -81,7 +81,7 @@ def observation_values(subject: Subject) -> None:
         rows = play.rows(observations)
         outside = next((index for index, row in enumerate(rows) if not single.contains(row)), None)
         which = f"{observations}" if outside is None else f"{rows[outside]} of environment {outside}"
-        raise Broken(f"{moment.name} returned the observation {which}, which is not in {space}.", moment)
+        raise Broken(f"{moment.name} returned the observation {which}, which is not in {space}.", moment.lines)
 
 
 def _misfits(space: spaces.Space[Any], value: Any, path: str) -> Iterator[str]:

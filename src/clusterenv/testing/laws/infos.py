@@ -17,7 +17,7 @@ def info_masks(subject: Subject) -> None:
     num_envs = subject.shared().num_envs
     for moment in subject.recording:
         for problem in _problems(moment.answer[-1], num_envs, "infos"):
-            raise Broken(f"After {moment.name}, {problem}", moment)
+            raise Broken(f"After {moment.name}, {problem}", moment.lines)
 
 
 def final_obs(subject: Subject) -> None:
@@ -38,14 +38,14 @@ def final_obs(subject: Subject) -> None:
                 raise Broken(
                     f"After {moment.name}, final_obs of environment {index} is {final!r}, which is not in "
                     f"{play.envs.single_observation_space}.",
-                    moment,
+                    moment.lines,
                 )
 
 
 def _check_mask(moment: Moment, key: str, expected: Any) -> None:
     mask = moment.answer[4].get(f"_{key}", np.zeros_like(expected))
     if not np.array_equal(mask, expected) or (expected.any() and key not in moment.answer[4]):
-        raise Broken(f"After {moment.name}, infos['_{key}'] is {mask}, expected {expected}.", moment)
+        raise Broken(f"After {moment.name}, infos['_{key}'] is {mask}, expected {expected}.", moment.lines)
 
 
 def _problems(infos: dict[Any, Any], num_envs: int, path: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from clusterenv.testing.subject import Broken, Play, Subject
 
 def wrong_actions(subject: Subject) -> None:
     """Too many and too few actions are refused with an exception that says something."""
-    play = subject.fresh()
+    play = subject.risked()
     play.begin()
     for count in _wrong_counts(play):
         actions = _sample(play, count)
@@ -22,7 +22,7 @@ def wrong_actions(subject: Subject) -> None:
 
 def refusals(subject: Subject) -> None:
     """After a wrong number of actions was refused, all goes on as if nothing had happened: nobody was stepped."""
-    play = subject.fresh()
+    play = subject.risked()
     for count in _wrong_counts(play):
         actions = _sample(play, count)
         play.begin()
@@ -40,7 +40,7 @@ def refusals(subject: Subject) -> None:
 
 def wrong_seeds(subject: Subject) -> None:
     """Too many and too few seeds are refused with an exception that says something."""
-    play = subject.shared(1)
+    play = subject.risked()
     for count in (play.num_envs + 1, play.num_envs - 1):
         seeds = list(range(count))
         _demand_refusal(lambda seeds=seeds: play.reset(seed=seeds), f"{count} seeds", play)  # type: ignore[misc]  # mypy cannot infer a lambda's default
