@@ -252,13 +252,6 @@ def _add_chaos(commands: Any) -> None:
     chaos.add_argument(
         "--every", type=float, default=5.0, metavar="SECONDS", help="between two faults, on average (default: 5)"
     )
-    chaos.add_argument(
-        "--after",
-        type=float,
-        metavar="SECONDS",
-        help="how long the script's workers have been there before the first fault (default: 10, and 0 with --pid); a "
-        "worker that is lost before its ClusterEnv is made is a failed start, which nobody survives",
-    )
     chaos.add_argument("--kinds", default="kill,freeze", metavar="KINDS", help="what is done (default: kill,freeze)")
     chaos.add_argument(
         "--freeze",
@@ -285,7 +278,6 @@ def _run_chaos(arguments: argparse.Namespace) -> int:
 
     plan = Plan(
         num_faults=arguments.faults,
-        after_s=arguments.after if arguments.after is not None else 0.0 if arguments.pid is not None else 10.0,
         every_s=arguments.every,
         kinds=tuple(filter(None, arguments.kinds.split(","))),
         freeze_s=arguments.freeze,

@@ -26,7 +26,7 @@ from clusterenv.testing.processes import Process, children_by_parent, command_of
 KINDS = ("kill", "freeze")
 
 _WORKER_COMMAND = ["-m", "clusterenv.worker"]
-_GUARDIAN_NAME = "ce-guardian"
+_GUARDIAN_NAME, _READY_NAME = "ce-guardian", "ce-worker"  # As `worker.guardian` names them.
 _INDEX_VARIABLE = b"CLUSTERENV_WORKER="
 _LOOK_S = 0.1
 _DEATH_S = 5.0
@@ -39,8 +39,6 @@ class Plan:
 
     Attributes:
         num_faults: How many.
-        after_s: Seconds between the first sight of workers and the first fault. A worker that is lost before its
-            ClusterEnv is made is a failed start, which nobody survives.
         every_s: Seconds between two faults, on average: from half to one and a half times as many.
         kinds: What may be done, "kill" or "freeze".
         freeze_s: For how many seconds a worker is frozen. More than `Timeouts.silence_s`, and it is replaced.
@@ -49,7 +47,6 @@ class Plan:
     """
 
     num_faults: int = 10
-    after_s: float = 0.0
     every_s: float = 5.0
     kinds: Sequence[str] = KINDS
     freeze_s: float = 15.0
@@ -87,7 +84,8 @@ def find_workers(script_pid: int) -> list[Target]:
     """Find the workers on this machine that a process, or one that it has started, is the head of, by their indices.
 
     A worker is the child of its guardian, which is a child of the head, and leads a process group; what environments
-    have started does not, even where it has the same command line.
+    have started does not, even where it has the same name and command line. One that has not made its environments yet
+    does not count: to lose it is a failed start.
     """
     children = children_by_parent()
     targets = []
@@ -98,7 +96,8 @@ def find_workers(script_pid: int) -> list[Target]:
             if command_of(pid)[1:3] != _WORKER_COMMAND:
                 heads.append(pid)
             elif info.name == _GUARDIAN_NAME:
-                workers = [child for child in children.get(pid, ()) if child.group_pid == child.process.pid]
+                own = [child for child in children.get(pid, ()) if child.name == _READY_NAME]
+                workers = [child for child in own if child.group_pid == child.process.pid]
                 targets += [Target(worker.process, _index_of(pid), head_pid) for worker in workers]
     return sorted(targets, key=lambda target: (target.head_pid, target.index))
 
@@ -244,7 +243,6 @@ class Campaign:
         self._script = os.pidfd_open(self.script_pid)
         try:
             yield from self._await_workers()
-            yield from self._wait(self.plan.after_s)
             draw = random.Random(self.plan.seed)
             for _ in range(self.plan.num_faults):
                 # As many draws for each, whatever comes of them: the same seed has the same plan.
