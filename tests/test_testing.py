@@ -252,9 +252,13 @@ def test_factories_of_another_number_are_refused() -> None:
         check_vector_env(lambda: ClusterEnv(make_factories(3), num_workers=0), factories=make_factories(2))
 
 
-def test_a_real_environment_keeps_the_laws() -> None:
-    factories = [lambda: gym.make("CartPole-v1")] * 3
-    check_vector_env(lambda: ClusterEnv(factories, num_workers=0), factories=factories)
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_real_environment_keeps_the_laws_however_long_its_episodes_took(mode: AutoresetMode) -> None:
+    def make() -> gym.Env[Any, Any]:
+        return gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1"))
+
+    factories = [make] * 3
+    check_vector_env(lambda: ClusterEnv(factories, num_workers=0, autoreset_mode=mode), factories=factories)
 
 
 def test_the_kit_needs_no_test_framework() -> None:

@@ -7,6 +7,23 @@ from typing import Any
 import numpy as np
 
 
+def without_clock(value: Any) -> Any:
+    """Return infos, or an answer that they are part of, without how long episodes took.
+
+    Gymnasium's RecordEpisodeStatistics adds that to whatever it wraps; it is never the same twice.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(without_clock, value))
+    if not isinstance(value, dict):
+        return value
+    episode = value.get("episode")
+    if isinstance(episode, dict):
+        value = value | {"episode": {key: entry for key, entry in episode.items() if key not in ("t", "_t")}}
+    if isinstance(value.get("final_info"), dict):
+        value = value | {"final_info": without_clock(value["final_info"])}
+    return value
+
+
 def is_mask(key: Any, infos: dict[Any, Any]) -> bool:
     """Tell whether an entry says whose the values of another entry are."""
     return isinstance(key, str) and key.startswith("_") and any(f"_{other}" == key for other in infos if other != key)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from clusterenv.errors import ConfigError
 from clusterenv.testing.deadline import DeadlinePassed, deadline
 from clusterenv.testing.difference import find_difference
+from clusterenv.testing.infos import without_clock
 from clusterenv.testing.processes import Process, descendants
 
 Mask = NDArray[np.bool_]
@@ -51,7 +52,7 @@ class Moment(NamedTuple):
         name: Of the call, in words.
         actions: Of a step; None for a reset.
         mask: Of a reset of some.
-        answer: A copy, made at once.
+        answer: A copy, made at once, without how long episodes took.
         given: What was returned itself, and may have changed since.
         pending: Whose episodes had ended before the call, and were not reset yet.
         lines: The calls up to this one.
@@ -134,8 +135,7 @@ class Play:
         pending = self.over.copy()
         answer = _checked(self.envs.reset(seed=seed, options=options), "reset", 2)
         self.over &= np.zeros_like(self.over) if mask is None else ~mask
-        self._record("reset", None, mask, answer, pending)
-        return answer
+        return self._record("reset", None, mask, answer, pending)
 
     def sample(self) -> Any:
         """Draw actions."""
@@ -155,8 +155,7 @@ class Play:
         self.over = np.asarray(answer[2], np.bool_) | np.asarray(answer[3], np.bool_)
         if self.mode == AutoresetMode.SAME_STEP:
             self.over = np.zeros_like(self.over)
-        self._record("step", sent, None, answer, pending)
-        return answer
+        return self._record("step", sent, None, answer, pending)
 
     def reset_over(self) -> None:
         """Reset those whose episodes have ended; where that is impossible, all."""
@@ -192,11 +191,14 @@ class Play:
             with contextlib.suppress(Exception, DeadlinePassed), deadline(_CLOSE_S):
                 self.envs.close(terminate=True)
 
-    def _record(self, name: str, actions: Any, mask: Mask | None, answer: tuple[Any, ...], pending: Mask) -> None:
+    def _record(
+        self, name: str, actions: Any, mask: Mask | None, answer: tuple[Any, ...], pending: Mask
+    ) -> tuple[Any, ...]:
         number = sum(moment.is_step == (name == "step") for moment in self.moments)
-        self.moments.append(
-            Moment(f"{name} {number}", actions, mask, deepcopy(answer), answer, pending, tuple(self._lines))
-        )
+        copied = without_clock(deepcopy(answer))
+        moment = Moment(f"{name} {number}", actions, mask, copied, answer, pending, tuple(self._lines))
+        self.moments.append(moment)
+        return moment.answer
 
 
 class Ended(NamedTuple):

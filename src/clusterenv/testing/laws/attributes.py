@@ -70,5 +70,5 @@ def unknown_attribute(subject: Subject) -> None:
 
 def _demand(play: Play, *names: str) -> None:
     for name in names:
-        if not callable(getattr(play.envs.unwrapped, name, None)):
+        if not callable(getattr(play.envs, name, None)):
             raise NotApplicable(f"It has no `{name}`, which VectorEnv does not demand.")

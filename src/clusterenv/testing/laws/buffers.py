@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from clusterenv.testing.difference import find_difference
+from clusterenv.testing.infos import without_clock
 from clusterenv.testing.subject import Broken, Play, Subject
 
 
@@ -16,7 +17,7 @@ def kept_answers(subject: Subject) -> None:
     """What was returned does not change later, but for observations with `copy=False`."""
     start = 0 if _copies(subject.shared()) else 1
     for moment in subject.recording:
-        if difference := find_difference(moment.given[start:], moment.answer[start:], moment.name):
+        if difference := find_difference(without_clock(moment.given[start:]), moment.answer[start:], moment.name):
             raise Broken(f"What was returned has changed since: {difference}", subject.recording[-1].lines)
 
 
