@@ -91,7 +91,7 @@ def check_vector_env(
 ) -> Report:
     """Check that a vector environment keeps Gymnasium's laws.
 
-    It is made about twenty times, and stepped with actions drawn by chance. The same arguments do the same
+    It is made about ten times, and stepped with actions drawn by chance. The same arguments do the same
     every time. A law that says nothing about it, because it lacks a method that `VectorEnv` does not demand, is in
     another autoreset mode or never ends an episode, is not applicable.
 
