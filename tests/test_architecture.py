@@ -38,7 +38,8 @@ ALLOWED: dict[str, set[str]] = {
     "scalars": {"errors"},
     "entry_points": {"errors", "env", "setup.factories"},
     "doctor": {"errors", "config", "launchers", "wire", "env"},
-    "cli": {"errors", "config", "launchers", "wire.ticket", "doctor", "env", "evaluation"},
+    "testing": {"errors"},
+    "cli": {"errors", "config", "launchers", "wire.ticket", "doctor", "env", "evaluation", "testing"},
     "__main__": {"cli"},
 }  # fmt: skip
 

@@ -21,6 +21,8 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from clusterenv.testing.difference import find_difference
+
 Factory = Callable[[], gym.Env[Any, Any]]
 Infos = Literal["none", "sparse", "rich", "numbers"]
 
@@ -328,24 +330,5 @@ def make_factories(num_envs: int, **options: Any) -> list[Factory]:
 
 def assert_same(ours: Any, theirs: Any, where: str = "answer") -> None:
     """Demand equality of type, dtype, shape, order of keys and every bit, at any depth."""
-    assert type(ours) is type(theirs), f"{where}: {type(ours)} is not {type(theirs)}: {ours!r} / {theirs!r}"
-    if isinstance(theirs, dict):
-        assert list(ours) == list(theirs), f"{where}: keys {list(ours)} are not {list(theirs)}"
-        for key in theirs:
-            assert_same(ours[key], theirs[key], f"{where}[{key!r}]")
-    elif isinstance(theirs, tuple | list):
-        assert len(ours) == len(theirs), f"{where}: {len(ours)} items, not {len(theirs)}"
-        for place, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(our, their, f"{where}[{place}]")
-    elif isinstance(theirs, np.ndarray):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), (
-            f"{where}: {ours.dtype}{ours.shape} is not {theirs.dtype}{theirs.shape}"
-        )
-        if theirs.dtype == object:
-            assert_same(ours.ravel().tolist(), theirs.ravel().tolist(), where)
-        else:
-            assert ours.tobytes() == theirs.tobytes(), f"{where}:\n{ours}\nis not\n{theirs}"
-    elif isinstance(theirs, np.generic):
-        assert (ours.dtype, ours.tobytes()) == (theirs.dtype, theirs.tobytes()), f"{where}: {ours!r} is not {theirs!r}"
-    else:
-        assert ours == theirs, f"{where}: {ours!r} is not {theirs!r}"
+    difference = find_difference(ours, theirs, where)
+    assert difference is None, difference

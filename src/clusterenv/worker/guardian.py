@@ -125,6 +125,12 @@ def guard(ticket: Ticket, worker_index: int, shown: int | None) -> Guardian | No
     return Guardian(workers, open(log_writing, "w", errors="backslashreplace"))  # As long as the worker.
 
 
+def name_process(name: str) -> None:
+    """Set the name that `ps -e`, `top` and `clusterenv chaos` know this process by; call it in the main thread."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_NAME, name.encode())
+
+
 def _open_pipes() -> list[tuple[int, int, tuple[int, ...]]]:
     """Make a pipe for standard output and error, or one for each if they lead to different places."""
     for output in (1, 2):
@@ -151,7 +157,7 @@ class _Guard:
         log: int,
         shown: tuple[int, int] | None,
     ) -> None:
-        _prctl(_PR_SET_NAME, b"ce-guardian")
+        name_process("ce-guardian")
         control.setblocking(False)
         self._pid = worker_pid
         self._parent_pid = ticket.parent_pid

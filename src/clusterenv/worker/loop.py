@@ -23,7 +23,7 @@ from clusterenv.wire.ticket import Ticket
 from clusterenv.wire.zeromq import Keys, WorkerSocket
 from clusterenv.worker.channel import Channel
 from clusterenv.worker.failure_report import culprit_of, describe_failure
-from clusterenv.worker.guardian import Guardian
+from clusterenv.worker.guardian import Guardian, name_process
 from clusterenv.worker.handler import Handler, ShardRequest
 from clusterenv.worker.head_watch import HeadWatch, Link
 from clusterenv.worker.host import Pair
@@ -169,6 +169,7 @@ class _Worker:
         # What lives now lives as long as the worker: the collector need not walk it at every generation.
         gc.collect()
         gc.freeze()
+        name_process("ce-worker")
         channel.send(messages.Ready(request.call, shares_memory=mailbox is not None))
         channel.use(pair[0].actions, mailbox)
 
