@@ -36,7 +36,8 @@ ALLOWED: dict[str, set[str]] = {
     "scalars": {"errors"},
     "entry_points": {"errors", "env", "setup.factories"},
     "doctor": {"errors", "config", "launchers", "wire", "env"},
-    "cli": {"errors", "config", "launchers", "wire.ticket", "doctor"},
+    "recording": {"errors", "rollout", "env", "wire.layout", "wire.spaces", "wire.values"},
+    "cli": {"errors", "config", "launchers", "wire.ticket", "doctor", "recording"},
     "__main__": {"cli"},
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The command `clusterenv`: start workers by hand, show what a launcher would run, check a cluster before queueing."""
+"""The command `clusterenv`: start workers, show what a launcher would run, check a cluster, merge what was recorded."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_worker(commands)
     _add_launch(commands)
     _add_doctor(commands)
+    _add_merge(commands)
     return parser
 
 
@@ -234,6 +235,27 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
         print(finding, flush=True)
         is_well = is_well and finding.is_ok
     return 0 if is_well else 1
+
+
+def _add_merge(commands: Any) -> None:
+    command = commands.add_parser(
+        "merge",
+        help="make a Minari dataset of what recorders have written",
+        description="Make a Minari dataset of the pieces that a Recorder left where a run was killed, or of those of "
+        "several runs. They stay as they are.",
+    )
+    command.add_argument("pieces", type=Path, nargs="+", metavar="PIECES", help="files, or directories that hold them")
+    command.add_argument(
+        "--out", type=Path, required=True, metavar="DATASET", help="the dataset's directory, such as datasets/expert-v0"
+    )
+    command.set_defaults(run=_run_merge)
+
+
+def _run_merge(arguments: argparse.Namespace) -> int:
+    from clusterenv.recording.dataset import merge
+
+    print(merge(arguments.pieces, arguments.out))
+    return 0
 
 
 def _add_num_workers(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ ClusterEnvError
 ├── WorkerFailed (RuntimeError, ...)    an environment, a policy or a factory raised on a worker
 ├── ConcurrentUse (RuntimeError)        two threads, or a forked process, use one object
 ├── SpaceMismatch (ValueError)          an environment returned what its own space does not allow
+├── RecordingError (OSError)            what was recorded cannot be written, or read
 ├── PolicyError (ValueError)            an agent cannot be read, or weights do not fit it
 └── WireError (ValueError)              bytes that are not a valid message
 """
@@ -137,6 +138,10 @@ class ConcurrentUse(ClusterEnvError, RuntimeError):
 
 class SpaceMismatch(ClusterEnvError, ValueError):
     """An environment returned something its own space does not allow."""
+
+
+class RecordingError(ClusterEnvError, OSError):
+    """What a recorder was given cannot be written, or what one has written cannot be read."""
 
 
 class PolicyError(ClusterEnvError, ValueError):

@@ -16,7 +16,7 @@ from msgspec import Meta
 from clusterenv.errors import WireError
 from clusterenv.wire.info_planes import MAX_GENERATION
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 # Shown to people, in errors and logs: of one line, and a short one.
 Name = Annotated[str, Meta(max_length=255, pattern=r"\A[ -~]*\Z")]
