@@ -150,8 +150,8 @@ class Rollout:
     def to_torch(self, device: Any = None) -> Rollout:
         """Return the same rollout with tensors in place of arrays; on the CPU they share its memory.
 
-        `episodes`, `finals`, `positions`, `env_indices`, `versions`, `ages` and `divergences` stay as they are: they say
-        where the data comes from, and are not learned from.
+        `episodes`, `finals`, `positions`, `env_indices`, `versions`, `ages` and `divergences` stay as they are: they
+        say where the data comes from, and are not learned from.
 
         Args:
             device: Where the tensors go; on the CPU by default.

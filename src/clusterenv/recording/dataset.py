@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from gymnasium import Space
 from gymnasium.envs.registration import EnvSpec
@@ -52,8 +52,7 @@ class Recording:
         cut = f", {self.num_cut} of them cut short" if self.num_cut else ""
         left = f"; {self.num_left_out} steps of episodes whose beginning is missing were left out"
         return (
-            f"{self.path}: {self.num_episodes} episodes{cut}, {self.num_steps} steps"
-            f"{left if self.num_left_out else ''}"
+            f"{self.path}: {self.num_episodes} episodes{cut}, {self.num_steps} steps{left if self.num_left_out else ''}"
         )
 
 
@@ -114,7 +113,7 @@ def import_minari() -> ModuleType:
         raise ConfigError(
             f"Recording needs Minari with HDF5, but there is no {error.name}: pip install 'clusterenv[minari]'."
         ) from error
-    return minari
+    return cast("ModuleType", minari)
 
 
 def check_path(out: Path) -> str:

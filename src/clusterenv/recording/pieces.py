@@ -1,8 +1,8 @@
 """Pieces: files that rollouts are appended to while a run goes on, readable up to the last whole record at any time.
 
-A piece is a row of records, each written at once: a header of fixed size (`_HEADER`), a head (`wire.values`) that says
-what the record holds and names its arrays, and the arrays' bytes. The first record tells of the run. A record that was
-cut off by a crash or a full disk fails its size or its checksum; all that was written before it counts.
+A piece is a row of records: a header of fixed size (`_HEADER`), a head (`wire.values`) that says what the record holds
+and names its arrays, the arrays' bytes, and `_END`. The first record tells of the run. A record that was cut off by a
+crash has no end where its header says; all that was written before it counts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ FORMAT = 1
 
 Arrays = dict[str, dict[str, NDArray[Any]]]
 
-_HEADER = struct.Struct("<8sIIQ")  # a marker, the checksum of what follows, the sizes of head and arrays
-_MARKER = b"CEPIECE1"
+_HEADER = struct.Struct("<8sIIQ")  # a marker, the head's checksum, the sizes of head and arrays
+_MARKER, _END = b"CEPIECE1", b"CERECEND"
+_MAX_PARTS = 1000  # The system takes 1,024 at once.
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,7 +40,7 @@ class Record:
 
     Attributes:
         notes: What is said of it as a whole, and of each column; see `Recorder.add`.
-        arrays: By group ("obs", "actions", "extras", ...), then by name: a leaf's place in its space, or an extra's name.
+        arrays: By group ("obs", "actions", "extras", ...), then by name: a leaf's place in its space, an extra's name.
     """
 
     notes: Mapping[str, Any]
@@ -54,18 +55,6 @@ class Record:
         """Which of the final observations is that of an episode which ended at this step, in this column."""
         places = zip(self.notes["final_steps"].tolist(), self.notes["final_columns"].tolist(), strict=True)
         return {place: index for index, place in enumerate(places)}
-
-
-def encode(notes: Mapping[str, Any], arrays: Arrays) -> tuple[bytes, bytearray]:
-    """Return a record's head and arrays as bytes of their own: what they were made of may change from now on."""
-    named = [(group, name, array) for group, members in arrays.items() for name, array in members.items()]
-    specs = [[group, name, array.dtype.str, list(array.shape)] for group, name, array in named]
-    body = bytearray(sum(array.nbytes for *_, array in named))
-    offset = 0
-    for *_, array in named:
-        np.frombuffer(body, array.dtype, array.size, offset).reshape(array.shape)[...] = array
-        offset += array.nbytes
-    return values.dumps({"notes": dict(notes), "arrays": specs}), body
 
 
 class PieceWriter:
@@ -84,39 +73,50 @@ class PieceWriter:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._size_bytes = 0
         try:
-            self.append(*encode({"format": FORMAT, **about}, {}))
+            self.append({"format": FORMAT, **about}, {})
         except BaseException:
             self.close()
             raise
 
-    def append(self, head: bytes, body: bytes | bytearray) -> None:
-        """Write what `encode` has returned.
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be written any more."""
+        return self._descriptor < 0
+
+    def append(self, notes: Mapping[str, Any], arrays: Arrays) -> None:
+        """Write a record. The system has all of it when this returns, whatever becomes of the process.
 
         Raises:
             OSError: It cannot be written; the file is as it was before.
         """
-        checksum = zlib.crc32(body, zlib.crc32(head))
-        rest = [memoryview(part) for part in (_HEADER.pack(_MARKER, checksum, len(head), len(body)), head, body)]
+        named = [(group, name, array) for group, members in arrays.items() for name, array in members.items()]
+        specs = [[group, name, array.dtype.str, list(array.shape)] for group, name, array in named]
+        head = values.dumps({"notes": dict(notes), "arrays": specs})
+        header = _HEADER.pack(_MARKER, zlib.crc32(head), len(head), sum(array.nbytes for *_, array in named))
+        # As bytes: a view of a flag or a scalar is not one that can be cut.
+        body = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for *_, array in named if array.nbytes]
         try:
-            while rest:
-                count = os.writev(self._descriptor, rest)
-                self._size_bytes += count
-                while rest and count >= len(rest[0]):
-                    count -= len(rest.pop(0))
-                if rest:
-                    rest[0] = rest[0][count:]
-        except OSError:
-            whole = _HEADER.size + len(head) + len(body) - sum(map(len, rest))
-            self._size_bytes -= whole
+            self._write([header, head, *body, _END])
+        except BaseException:  # Ctrl-C, too, must not leave half a record in the middle.
             os.ftruncate(self._descriptor, self._size_bytes)
             os.lseek(self._descriptor, self._size_bytes, os.SEEK_SET)
             raise
+        self._size_bytes = os.lseek(self._descriptor, 0, os.SEEK_CUR)
 
     def close(self) -> None:
         """Close the file; again does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _write(self, parts: Sequence[Any]) -> None:
+        waiting = [memoryview(part) for part in reversed(parts)]
+        while waiting:
+            count = os.writev(self._descriptor, waiting[: -_MAX_PARTS - 1 : -1])
+            while waiting and count >= len(waiting[-1]):
+                count -= len(waiting.pop())
+            if waiting:
+                waiting[-1] = waiting[-1][count:]
 
 
 class Piece:
@@ -167,13 +167,16 @@ class Piece:
             return None
         marker, checksum, head_bytes, body_bytes = _HEADER.unpack_from(self._bytes, offset)
         start = offset + _HEADER.size
-        end = start + head_bytes + body_bytes
-        if marker != _MARKER or end > len(self._bytes) or zlib.crc32(self._bytes[start:end]) != checksum:
+        body = start + head_bytes
+        end = body + body_bytes
+        if marker != _MARKER or self._bytes[end : end + len(_END)] != _END:
             return None
-        self._end = end
+        if zlib.crc32(self._bytes[start:body]) != checksum:
+            return None
+        self._end = end + len(_END)
         try:
-            head = values.loads(self._bytes[start : start + head_bytes])
-            return Record(head["notes"], self._view(head["arrays"], start + head_bytes))
+            head = values.loads(self._bytes[start:body])
+            return Record(head["notes"], self._view(head["arrays"], body))
         except (WireError, KeyError, TypeError, ValueError) as error:
             raise RecordingError(f"{self.path} holds a record that this version cannot read: {error}.") from error
 

@@ -1,13 +1,10 @@
-"""Recorder: takes rollouts and makes a Minari dataset of their episodes, in the background of a run."""
+"""Recorder: takes the rollouts of a run, and makes a Minari dataset of their episodes."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import shutil
-import threading
-import time
 import uuid
 import weakref
 from pathlib import Path
@@ -15,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
@@ -29,16 +27,11 @@ from clusterenv.recording.dataset import (
     import_minari,
     merge,
 )
-from clusterenv.recording.pieces import SUFFIX, PieceWriter, encode
+from clusterenv.recording.pieces import SUFFIX, PieceWriter
 from clusterenv.rollout import Finals, Rollout, map_tree
 from clusterenv.wire.layout import Layout
 
 log = logging.getLogger(__name__)
-
-_MAX_WAITING = 4  # Rollouts that wait to be written: so many more than the learner's own are in memory.
-_PATIENCE_S = 300.0  # For a disk that takes nothing.
-
-Waiting = queue.Queue[tuple[bytes, bytearray] | None]
 
 
 class Recorder:
@@ -62,7 +55,7 @@ class Recorder:
         """Begin to record.
 
         Args:
-            envs: Whose rollouts they are.
+            envs: Whose rollouts they are. They are asked what they are, which ends a stream.
             path: The dataset's directory, which must not exist or be empty. Its last part is a name as Minari has them:
                 `expert-v0`.
 
@@ -79,39 +72,41 @@ class Recorder:
             "run": run,
             "observation_space": describe_space(envs.single_observation_space, "observation"),
             "action_space": describe_space(envs.single_action_space, "action"),
-            "env_spec": describe_spec(envs.spec),
+            "env_spec": describe_spec(_ask_spec(envs)),
         }
         self._layouts = Layout(envs.single_observation_space), Layout(envs.single_action_space)
         self._pieces = self.path / "pieces"
         self._check_free()
         try:
             self._pieces.mkdir(parents=True, exist_ok=True)
-            writer = PieceWriter(self._pieces / f"{run}{SUFFIX}", about)
+            self._writer = PieceWriter(self._pieces / f"{run}{SUFFIX}", about)
         except OSError as error:
             raise ConfigError(f"Nothing can be recorded to {self.path}: {error}. Choose another path.") from error
         self._num_added = 0
         self._recording: Recording | None = None
-        self._writing = _Writing(writer, self.path)
-        # Also at the interpreter's end: what waits is then written, and the pieces can be merged.
-        self._finalizer = weakref.finalize(self, _leave, self._writing, self.path)
+        self._finalizer = weakref.finalize(self, _leave, self._writer, self.path)
 
     def add(self, rollout: Rollout) -> None:
-        """Record a rollout. What it holds is copied, so that it may be changed at once.
-
-        Returns as soon as it waits to be written; if the disk is slower than the run, waits for the disk.
+        """Record a rollout. The system has it when this returns, and writes it to the disk in the background.
 
         Raises:
-            RecordingError: An earlier one could not be written, such as to a full disk. Nothing that was written before
-                is lost, and the recorder can be closed as usual; the run may go on without it.
+            RecordingError: It cannot be written, such as to a full disk. All that was added before is there, and the
+                recorder can be closed as usual; the run may go on, and later rollouts may be added.
         """
-        if self._writing.is_closed:
+        if self._writer.is_closed:
             raise ConfigError("This recorder is closed. Another one needs another path.")
         notes, arrays = self._read(rollout)
-        self._writing.put(encode(notes, arrays))
+        try:
+            self._writer.append(notes, arrays)
+        except OSError as error:
+            raise RecordingError(
+                f"A rollout cannot be recorded to {self.path}: {error}. Those before it are there; close the recorder "
+                "to have the dataset of them."
+            ) from error
         self._num_added += 1
 
     def close(self) -> Recording:
-        """Write what waits, and make the dataset; again does nothing.
+        """Make the dataset; again does nothing.
 
         Episodes that have not ended are marked as truncated, and their metadata has `cut`.
 
@@ -123,12 +118,10 @@ class Recorder:
         """
         if self._recording is None:
             self._finalizer.detach()
-            self._writing.close()
-            self._recording = recording = merge([self._pieces], self.path)
+            self._writer.close()
+            self._recording = merge([self._pieces], self.path)
             shutil.rmtree(self._pieces)
-            log.info("recorded %s", recording)
-            if self._writing.failure is not None:
-                log.warning("%s holds what was recorded before this: %s", self.path, self._writing.failure)
+            log.info("recorded %s", self._recording)
         return self._recording
 
     def __enter__(self) -> Self:
@@ -209,66 +202,15 @@ class Recorder:
         return notes, arrays
 
 
-class _Writing:
-    """A thread that writes records, and the queue before it.
-
-    Attributes:
-        failure: What the disk said, if it took something no more.
-        is_closed: Whether nothing more comes.
-    """
-
-    def __init__(self, writer: PieceWriter, path: Path) -> None:
-        self.failure: OSError | None = None
-        self.is_closed = False
-        self._path = path
-        self._waiting: Waiting = queue.Queue(_MAX_WAITING)
-        self._thread = threading.Thread(
-            target=self._write_all, args=(writer,), name="clusterenv-recorder", daemon=True
-        )
-        self._thread.start()
-
-    def put(self, record: tuple[bytes, bytearray] | None) -> None:
-        """Let a record wait to be written."""
-        if self.failure is not None:
-            raise RecordingError(
-                f"Nothing more can be recorded to {self._path}: {self.failure}. What was recorded before is there; close "
-                "the recorder to have the dataset of it."
-            ) from self.failure
-        try:
-            self._waiting.put(record, timeout=_PATIENCE_S)
-        except queue.Full:
-            raise RecordingError(f"The disk of {self._path} has taken nothing for {_PATIENCE_S:g} s.") from None
-
-    def close(self) -> None:
-        """Write what waits, and end."""
-        if self.is_closed:
-            return
-        self.is_closed = True
-        give_up_at = time.monotonic() + _PATIENCE_S
-        with contextlib.suppress(queue.Full):
-            self._waiting.put(None, timeout=_PATIENCE_S)
-        self._thread.join(max(0.0, give_up_at - time.monotonic()))
-        if self._thread.is_alive():
-            raise RecordingError(
-                f"The disk of {self._path} has not taken what was recorded last within {_PATIENCE_S:g} s. What it took is "
-                f"there: clusterenv merge {self._path} --out DIRECTORY."
-            )
-
-    def _write_all(self, writer: PieceWriter) -> None:
-        with contextlib.closing(writer):
-            while (record := self._waiting.get()) is not None:
-                if self.failure is not None:
-                    continue  # Nobody must wait for a disk that takes nothing.
-                try:
-                    writer.append(*record)
-                except OSError as error:
-                    self.failure = error
-                    log.warning("nothing more can be recorded to %s: %s", self._path, error)
+def _ask_spec(envs: ClusterEnv) -> EnvSpec | None:
+    """Return the spec of the first environment as it was made, with its arguments and wrappers."""
+    (spec,) = envs.apply(lambda env: getattr(env, "spec", None), [0])
+    return spec if isinstance(spec, EnvSpec) else None
 
 
-def _leave(writing: _Writing, path: Path) -> None:
+def _leave(writer: PieceWriter, path: Path) -> None:
     """End the recording of somebody who did not close it."""
-    writing.close()
+    writer.close()
     log.warning("a recorder was not closed; to have its dataset: clusterenv merge %s --out %s", path, path)
 
 
