@@ -252,7 +252,7 @@ def _add_merge(commands: Any) -> None:
 
 
 def _run_merge(arguments: argparse.Namespace) -> int:
-    from clusterenv.recording.dataset import merge
+    from clusterenv.recording.merging import merge
 
     print(merge(arguments.pieces, arguments.out))
     return 0

@@ -51,6 +51,15 @@ class Episode:
         last = self.parts[-1]
         return int(last.record.notes["number"]), last.stop, self.env_index
 
+    @property
+    def extras(self) -> list[str]:
+        """What the policy returned besides actions at every step: another one may have taken over on the way."""
+        forms = [
+            {name: (array.dtype, array.shape[2:]) for name, array in part.record.arrays.get("extras", {}).items()}
+            for part in self.parts
+        ]
+        return [name for name, form in forms[0].items() if all(other.get(name) == form for other in forms)]
+
     def steps(self, group: str, name: str) -> NDArray[Any]:
         """Return an array `[T, ...]`, one entry per step."""
         return np.concatenate([part.steps(group, name) for part in self.parts])

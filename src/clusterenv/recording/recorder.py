@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from clusterenv.env import ClusterEnv
 from clusterenv.errors import ConfigError, RecordingError
-from clusterenv.recording.dataset import (
-    PROVENANCE,
+from clusterenv.recording.dataset import PROVENANCE
+from clusterenv.recording.merging import (
     Recording,
+    check_installed,
     check_path,
     describe_space,
     describe_spec,
-    import_minari,
     merge,
 )
 from clusterenv.recording.pieces import SUFFIX, PieceWriter
@@ -62,7 +62,7 @@ class Recorder:
         Raises:
             ConfigError: Minari is not installed, or cannot hold these environments' spaces; or the path is not good.
         """
-        import_minari()
+        check_installed()
         if not isinstance(envs, ClusterEnv):
             raise ConfigError(f"Recorder takes the ClusterEnv whose rollouts it will be given, got {type(envs)}.")
         self.path = Path(path).expanduser()
