@@ -367,10 +367,11 @@ def test_each_step_says_which_policy_has_made_it(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_is_replaced_within_an_episode_leaves_what_both_have_returned(tmp_path: Path) -> None:
-    with ClusterEnv(make_factories(1, longest_episode=10**6), num_workers=0) as envs:
-        with Recorder(envs, tmp_path / "two-v0") as recorder:
-            recorder.add(envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 3))
-            recorder.add(envs.rollout(Table(), 3))
+    factories = make_factories(1, longest_episode=10**6)
+    with ClusterEnv(factories, num_workers=0) as envs, Recorder(envs, tmp_path / "two-v0") as recorder:
+        envs.reset(seed=0)
+        recorder.add(envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 3))
+        recorder.add(envs.rollout(Table(), 3))
     ((episode, _),) = by_environment(tmp_path / "two-v0", 1)[0]
     assert len(episode) == 6
     assert "logprob" not in episode.infos

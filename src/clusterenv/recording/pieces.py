@@ -71,7 +71,6 @@ class PieceWriter:
             OSError: It cannot be made.
         """
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._size_bytes = 0
         try:
             self.append({"format": FORMAT, **about}, {})
         except BaseException:
@@ -95,13 +94,13 @@ class PieceWriter:
         header = _HEADER.pack(_MARKER, zlib.crc32(head), len(head), sum(array.nbytes for *_, array in named))
         # As bytes: a view of a flag or a scalar is not one that can be cut.
         body = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for *_, array in named if array.nbytes]
+        start = os.lseek(self._descriptor, 0, os.SEEK_CUR)
         try:
             self._write([header, head, *body, _END])
         except BaseException:  # Ctrl-C, too, must not leave half a record in the middle.
-            os.ftruncate(self._descriptor, self._size_bytes)
-            os.lseek(self._descriptor, self._size_bytes, os.SEEK_SET)
+            os.ftruncate(self._descriptor, start)
+            os.lseek(self._descriptor, start, os.SEEK_SET)
             raise
-        self._size_bytes = os.lseek(self._descriptor, 0, os.SEEK_CUR)
 
     def close(self) -> None:
         """Close the file; again does nothing."""
