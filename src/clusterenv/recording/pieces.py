@@ -75,6 +75,7 @@ class PieceWriter:
             self.append({"format": FORMAT, **about}, {})
         except BaseException:
             self.close()
+            os.unlink(path)
             raise
 
     @property

@@ -203,9 +203,9 @@ class Recorder:
 
 
 def _ask_spec(envs: ClusterEnv) -> EnvSpec | None:
-    """Return the spec of the first environment as it was made, with its arguments and wrappers."""
-    (spec,) = envs.apply(lambda env: getattr(env, "spec", None), [0])
-    return spec if isinstance(spec, EnvSpec) else None
+    """Return the environments' spec as they were made, with arguments and wrappers; None if they differ."""
+    first, *others = envs.apply(lambda env: getattr(env, "spec", None), range(envs.num_envs))
+    return first if isinstance(first, EnvSpec) and all(other == first for other in others) else None
 
 
 def _leave(writer: PieceWriter, path: Path) -> None:
