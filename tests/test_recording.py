@@ -26,6 +26,8 @@ from hypothesis import strategies as st
 from clusterenv import AdaptiveSync, ClusterEnv, Faults, NativeVector, Recorder, Rollout
 from clusterenv.cli import main
 from clusterenv.errors import ConfigError, RecordingError
+from clusterenv.recording.dataset import write
+from clusterenv.recording.pieces import Piece
 from clusterenv.rollout import map_tree
 from tests.conftest import Backend
 from tests.policies import Hashing, Linear, Table
@@ -147,21 +149,19 @@ def by_environment(path: Path, num_envs: int) -> list[list[tuple[Any, dict[str, 
     return found
 
 
-def record_rollouts(
-    path: Path, factories: Any, policy: Any, lengths: Sequence[int], seeds: Sequence[int], **options: Any
+def add_rollouts(
+    envs: ClusterEnv, recorder: Recorder, policy: Any, lengths: Sequence[int], seeds: Sequence[int]
 ) -> None:
     """Record rollouts of these lengths; without autoreset, reset what has ended with the next seed before each."""
-    num_envs = len(factories)
-    with ClusterEnv(factories, **options) as envs, Recorder(envs, path) as recorder:
-        envs.reset(seed=seeds[0])
-        ended = np.zeros(num_envs, np.bool_)
-        for index, num_steps in enumerate(lengths):
-            if envs.autoreset_mode is AutoresetMode.DISABLED and ended.any():
-                envs.reset(seed=seeds[index], options={"reset_mask": ended})
-                ended[:] = False
-            rollout = envs.rollout(policy, num_steps)
-            ended |= (rollout.terminations | rollout.truncations).any(axis=0)
-            recorder.add(rollout)
+    envs.reset(seed=seeds[0])
+    ended = np.zeros(envs.num_envs, np.bool_)
+    for index, num_steps in enumerate(lengths):
+        if envs.autoreset_mode is AutoresetMode.DISABLED and ended.any():
+            envs.reset(seed=seeds[index], options={"reset_mask": ended})
+            ended[:] = False
+        rollout = envs.rollout(policy, num_steps)
+        ended |= (rollout.terminations | rollout.truncations).any(axis=0)
+        recorder.add(rollout)
 
 
 @given(
@@ -189,7 +189,13 @@ def test_recorded_episodes_are_those_of_a_loop_over_a_single_environment(
     )
     seeds = [seed + 100 * index for index in range(len(lengths))]
     path = tmp_path_factory.mktemp("law") / "worlds-v0"
-    record_rollouts(path, factories, Hashing(action), lengths, seeds, num_workers=0, autoreset_mode=mode)
+    with ClusterEnv(factories, num_workers=0, autoreset_mode=mode) as envs:
+        recorder = Recorder(envs, path)
+        add_rollouts(envs, recorder, Hashing(action), lengths, seeds)
+        del recorder
+    # Here, and not in a process of its own as close() does it: there are many of these.
+    (path / "data").mkdir()
+    write([Piece(piece) for piece in path.rglob("*.piece")], path / "data", path.name)
     for index, recorded in enumerate(by_environment(path, num_envs)):
         own_seeds = [seed + index for seed in seeds]
         expected = play(factories[index](), Hashing(action), mode, lengths, own_seeds)
@@ -206,8 +212,9 @@ def test_the_dataset_is_the_same_for_any_number_of_workers_and_any_transport(
     lengths, seeds = [4, 1, 7, 3, 9], [11, 200, 300, 400, 500]
     policy = Hashing(spaces.Discrete(4))
     alone, many = tmp_path / "alone-v0", tmp_path / "many-v0"
-    record_rollouts(alone, factories, policy, lengths, seeds, num_workers=0, autoreset_mode=mode)
-    record_rollouts(many, factories, policy, lengths, seeds, autoreset_mode=mode, **{**remote, "num_workers": 3})
+    for path, backend in ((alone, {"num_workers": 0}), (many, {**remote, "num_workers": 3})):
+        with ClusterEnv(factories, autoreset_mode=mode, **backend) as envs, Recorder(envs, path) as recorder:
+            add_rollouts(envs, recorder, policy, lengths, seeds)
     ours, theirs = load(many), load(alone)
     assert ours.total_steps == theirs.total_steps > 0
     for our, their in zip(ours.iterate_episodes(), theirs.iterate_episodes(), strict=True):
