@@ -326,6 +326,9 @@ def _add(part: str, key: str, number: int) -> Callable[[dict[str, Any]], None]:
 
 NONSENSE_SUMMARIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "nothing": dict.clear,
+    "no positions": lambda summary: summary.pop("positions"),
+    "positions of others": _lengthen("positions", "episode"),
+    "positions before the start": _add("positions", "step", -1000),
     "no episodes": lambda summary: summary.update(episodes=None),
     "a return too many": _lengthen("episodes", "return"),
     "a length too many": _lengthen("episodes", "length"),

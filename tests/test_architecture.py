@@ -39,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "entry_points": {"errors", "env", "setup.factories"},
     "doctor": {"errors", "config", "launchers", "wire", "env"},
     "testing": {"errors"},
-    "cli": {"errors", "config", "launchers", "wire.ticket", "doctor", "env", "evaluation", "testing"},
+    "recording": {"errors", "rollout", "env", "wire.layout", "wire.spaces", "wire.values"},
+    "cli": {"errors", "config", "launchers", "wire.ticket", "doctor", "env", "evaluation", "recording", "testing"},
     "__main__": {"cli"},
 }  # fmt: skip
 

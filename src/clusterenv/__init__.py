@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from clusterenv.launchers.ssh import SSHLauncher
     from clusterenv.policy.policy import BasePolicy, Decision, Policy
     from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync
+    from clusterenv.recording.recorder import Recorder
     from clusterenv.rollout import Rollout
     from clusterenv.scalars import log_stats
     from clusterenv.setup.factories import NativeVector
@@ -46,6 +47,7 @@ __all__ = [
     "PeriodicSync",
     "Policy",
     "RayLauncher",
+    "Recorder",
     "RemoteObject",
     "Rollout",
     "SSHLauncher",
@@ -80,6 +82,7 @@ _HOMES = {
     "PeriodicSync": "policy.sync",
     "Policy": "policy.policy",
     "RayLauncher": "launchers.ray",
+    "Recorder": "recording.recorder",
     "RemoteObject": "wire.values",
     "Rollout": "rollout",
     "SSHLauncher": "launchers.ssh",

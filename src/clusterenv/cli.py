@@ -81,6 +81,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_evaluate(commands)
     _add_chaos(commands)
+    _add_merge(commands)
     return parser
 
 
@@ -392,6 +393,27 @@ def _run_chaos(arguments: argparse.Namespace) -> int:
                 print(f"chaos: {next(lines)}", file=sys.stderr, flush=True)
             except StopIteration as end:
                 return 0 if end.value else 1
+
+
+def _add_merge(commands: Any) -> None:
+    command = commands.add_parser(
+        "merge",
+        help="make a Minari dataset of what recorders have written",
+        description="Make a Minari dataset of the pieces that a Recorder left where a run was killed, or of those of "
+        "several runs. They stay as they are.",
+    )
+    command.add_argument("pieces", type=Path, nargs="+", metavar="PIECES", help="files, or directories that hold them")
+    command.add_argument(
+        "--out", type=Path, required=True, metavar="DATASET", help="the dataset's directory, such as datasets/expert-v0"
+    )
+    command.set_defaults(run=_run_merge)
+
+
+def _run_merge(arguments: argparse.Namespace) -> int:
+    from clusterenv.recording.merging import merge
+
+    print(merge(arguments.pieces, arguments.out))
+    return 0
 
 
 def _add_num_workers(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ ClusterEnvError
 ├── ConcurrentUse (RuntimeError)        two threads, or a forked process, use one object
 ├── JournalError (OSError)              an evaluation's file cannot be read or written
 ├── SpaceMismatch (ValueError)          an environment returned what its own space does not allow
+├── RecordingError (OSError)            what was recorded cannot be written, or read
 ├── PolicyError (ValueError)            an agent cannot be read, or weights do not fit it
 └── WireError (ValueError)              bytes that are not a valid message
 """
@@ -142,6 +143,10 @@ class JournalError(ClusterEnvError, OSError):
 
 class SpaceMismatch(ClusterEnvError, ValueError):
     """An environment returned something its own space does not allow."""
+
+
+class RecordingError(ClusterEnvError, OSError):
+    """What a recorder was given cannot be written, or what one has written cannot be read."""
 
 
 class PolicyError(ClusterEnvError, ValueError):

@@ -65,6 +65,23 @@ class Finals:
     columns: NDArray[np.int64]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Positions:
+    """Where each environment stood when a rollout began; each `[N]`. With it, episodes can be put together again.
+
+    Attributes:
+        lives: Another number for every process that has run the environment: one that takes over begins new episodes.
+        episodes: The number of the episode it was in.
+        steps: How many steps of that it had taken; -1 if its beginning was not seen.
+        seeds: What that was reset with; -1 if it had no seed, or it is not known.
+    """
+
+    lives: NDArray[np.int64]
+    episodes: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    seeds: NDArray[np.int64]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Rollout:
     """Arrays `[T, N, ...]`: first time, then environment.
@@ -81,6 +98,7 @@ class Rollout:
         states: The policy's recurrent state before each step, by name; empty if it has none.
         finals: The last observations of finished episodes.
         episodes: The finished episodes' returns and lengths.
+        positions: Where the environments stood before the first step.
         env_indices: `[N]`, the environment of each column.
         versions: `[N]`, the version of the weights that chose environment i's actions.
         ages: `[N]`, how many versions behind the newest that was.
@@ -99,6 +117,7 @@ class Rollout:
     states: dict[str, NDArray[Any]]
     finals: Finals
     episodes: Episodes
+    positions: Positions
     env_indices: NDArray[np.int64]
     versions: NDArray[np.int64]
     ages: NDArray[np.int64]
@@ -131,8 +150,8 @@ class Rollout:
     def to_torch(self, device: Any = None) -> Rollout:
         """Return the same rollout with tensors in place of arrays; on the CPU they share its memory.
 
-        `episodes`, `finals`, `env_indices`, `versions`, `ages` and `divergences` stay as they are: they say where the
-        data comes from, and are not learned from.
+        `episodes`, `finals`, `positions`, `env_indices`, `versions`, `ages` and `divergences` stay as they are: they
+        say where the data comes from, and are not learned from.
 
         Args:
             device: Where the tensors go; on the CPU by default.

@@ -23,7 +23,7 @@ from clusterenv.head.versions import PolicyBackend, Versions
 from clusterenv.head.worker import Worker
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sync import SyncRule
-from clusterenv.rollout import Episodes, Finals, Rollout
+from clusterenv.rollout import Episodes, Finals, Positions, Rollout
 from clusterenv.wire.buffers import RolloutBuffers, check_collectable
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.rate_limited_log import RateLimitedLog
@@ -31,6 +31,8 @@ from clusterenv.wire.rate_limited_log import RateLimitedLog
 log = logging.getLogger(__name__)
 
 Layouts = tuple[Layout, Layout]
+
+_POSITIONS = ("life", "episode", "step", "seed")
 
 
 class ActingBackend(PolicyBackend, Protocol):
@@ -271,6 +273,7 @@ def assemble(
         states=block.states,
         finals=finals,
         episodes=episodes,
+        positions=_positions(collection.summaries),
         autoreset_mode=mode,
         stats=stats,
         env_indices=env_indices,
@@ -289,11 +292,19 @@ def check_summary(summary: Mapping[str, Any], columns: RolloutBuffers, layout: L
     num_steps, num_rows = columns.rewards.shape
     checked_errors(summary.get("errors"), num_rows, 2 * num_steps * num_rows)
     try:
+        _check_positions(summary["positions"], num_rows)
         _check_episodes(summary["episodes"], num_rows, num_steps)
         if mode is AutoresetMode.SAME_STEP:
             _check_finals(summary["finals"], columns, layout)
     except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise WireError(f"What it says of its rollout is malformed: {repr(error)[:300]}.") from error
+
+
+def _check_positions(part: Mapping[str, Any], num_rows: int) -> None:
+    for name in _POSITIONS:
+        values = part[name]
+        if values.dtype != np.int64 or values.shape != (num_rows,) or values.min() < -1:
+            raise ValueError(f"positions of {num_rows} environments, but {name} is {values.dtype}{values.shape}")
 
 
 def _check_episodes(part: Mapping[str, Any], num_rows: int, num_steps: int) -> None:
@@ -334,6 +345,11 @@ def _episodes(summaries: Sequence[Mapping[str, Any]], shards: Shards, env_indice
         steps[order],
         [infos[index] for index in order],
     )
+
+
+def _positions(summaries: Sequence[Mapping[str, Any]]) -> Positions:
+    columns = [np.concatenate([summary["positions"][name] for summary in summaries]) for name in _POSITIONS]
+    return Positions(lives=columns[0], episodes=columns[1], steps=columns[2], seeds=columns[3])
 
 
 def _finals(collection: Collection, shards: Shards, layout: Layout, mode: AutoresetMode) -> Finals:

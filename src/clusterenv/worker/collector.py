@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,7 @@ class Collector:
         masks: ActionMasks,
         *,
         is_at_start: bool,
+        seeds: Sequence[int | None],
     ) -> None:
         """Put a policy beside a host.
 
@@ -58,6 +59,7 @@ class Collector:
             mode: How the host resets.
             masks: Which actions the environments allow.
             is_at_start: Whether the environments were not stepped since their reset.
+            seeds: What they were reset with.
         """
         self._host = host
         self._mode = mode
@@ -71,7 +73,7 @@ class Collector:
         self._pending = host.buffers.terminations | host.buffers.truncations
         if mode is AutoresetMode.SAME_STEP:
             self._pending[:] = False
-        self._ledger = EpisodeLedger(self._rows, is_at_start=is_at_start)
+        self._ledger = EpisodeLedger(self._rows, is_at_start=is_at_start, seeds=seeds)
         self._ledger.restart(self._pending)  # Their next step is a reset: an episode seen from its start.
         self.replace(policy, num_probes=0)
 
@@ -127,11 +129,17 @@ class Collector:
             extras = {name: extras[name] for name in wanted}
         return describe(extras), describe(decision.state or {})
 
-    def restart(self, mask: NDArray[np.bool_], seed: int | None) -> None:
-        """Note that these environments were reset; a seed starts the policy's random choices anew as well."""
+    def restart(self, mask: NDArray[np.bool_], seeds: Sequence[int | None], seed: int | None) -> None:
+        """Note that these environments were reset.
+
+        Args:
+            mask: Which.
+            seeds: What with; one for each environment, whether it was reset or not.
+            seed: Starts the policy's random choices anew as well, if there is one.
+        """
         self._starts |= mask
         self._pending &= ~mask
-        self._ledger.restart(mask)
+        self._ledger.restart(mask, seeds)
         self._probes.clear()
         if seed is not None:
             self._policy.seed(seed)
@@ -166,10 +174,11 @@ class Collector:
             on_step: Told after each step how many are made.
 
         Returns:
-            The finished episodes, the final observations that are not in the block, and the errors of environments
-            that were reset for them: rows and texts.
+            Where the environments stood at its beginning, the finished episodes, the final observations that are not
+            in the block, and the errors of environments that were reset for them: rows and texts.
         """
         self.is_stepping = False
+        positions = self._ledger.positions()
         num_steps = len(block.rewards)
         finals: list[tuple[int, int, list[Any]]] = []
         self._errors: list[list[Any]] = []
@@ -203,6 +212,7 @@ class Collector:
                 raise PolicyError(f"The policy's {name} holds NaN. Has training diverged?")
         self._keep_probes(block, number)
         return {
+            "positions": positions,
             "episodes": {
                 "row": episodes.row,
                 "step": episodes.step,

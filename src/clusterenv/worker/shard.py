@@ -54,6 +54,7 @@ class Shard:
         self._policy_seed: int | None = None
         self._masks = ActionMasks(assignment.num_rows)
         self._num_adopted = 0  # Policies since the last reset of all.
+        self._seeds: list[int | None] = [None] * assignment.num_rows  # Of the last reset.
         self._collector: Collector | None = None
         self._player: EpisodePlayer | None = None
 
@@ -111,9 +112,10 @@ class Shard:
             self._is_at_start = True
             self._policy_seed = _policy_seed(seeds[0])
             self._num_adopted = 0
+        rows = np.ones(len(seeds), np.bool_) if mask is None else np.array(mask, np.bool_)
+        self._seeds = [new if is_reset else old for new, old, is_reset in zip(seeds, self._seeds, rows, strict=True)]
         if self._collector is not None:
-            rows = np.ones(len(seeds), np.bool_) if mask is None else np.array(mask, np.bool_)
-            self._collector.restart(rows, self._policy_seed if mask is None else None)
+            self._collector.restart(rows, self._seeds, self._policy_seed if mask is None else None)
         return infos
 
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
@@ -121,6 +123,7 @@ class Shard:
         self.host.resume(buffer, seeds, seen, ended)
         self._masks.reset(complete(self.host.reset_infos, len(seeds)), None)
         self._policy_seed = _policy_seed(seeds[0])
+        self._seeds = list(seeds)
 
     def step(self, buffer: int, actions: Iterable[Any] | None) -> Infos:
         """Step every environment once with the given actions, or those in the buffers."""
@@ -157,6 +160,7 @@ class Shard:
             self._assignment.autoreset_mode,
             self._masks,
             is_at_start=self._is_at_start,
+            seeds=self._seeds,
         )
         self.host.keeps_infos = self._masks.current is not None
         collector.replace(policy, num_probes=num_probes)
@@ -202,7 +206,7 @@ class Shard:
         """Fill buffers with a rollout; returns its summary."""
         collector = self._policy()
         if self.host.start_over():
-            collector.restart(np.ones(self._assignment.num_rows, np.bool_), None)
+            collector.restart(np.ones(self._assignment.num_rows, np.bool_), self._seeds, None)
         with self._resuming_after_errors():
             summary = collector.collect(block, number, values, on_step)
         self._is_at_start = False

@@ -1,0 +1,191 @@
+"""Pieces: files that rollouts are appended to while a run goes on, readable up to the last whole record at any time.
+
+A piece is a row of records: a header of fixed size (`_HEADER`), a head (`wire.values`) that says what the record holds
+and names its arrays, the arrays' bytes, and `_END`. The first record tells of the run. A record that was cut off by a
+crash has no end where its header says; all that was written before it counts.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clusterenv.errors import RecordingError, WireError
+from clusterenv.wire import values
+from clusterenv.wire.spaces import checked_dtype, checked_shape
+
+SUFFIX = ".piece"
+FORMAT = 1
+
+Arrays = dict[str, dict[str, NDArray[Any]]]
+
+_HEADER = struct.Struct("<8sIIQ")  # a marker, the head's checksum, the sizes of head and arrays
+_MARKER, _END = b"CEPIECE1", b"CERECEND"
+_MAX_PARTS = 1000  # The system takes 1,024 at once.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Record:
+    """Steps of some environments, as one rollout has them: arrays `[T, N, ...]`.
+
+    Attributes:
+        notes: What is said of it as a whole, and of each column; see `Recorder.add`.
+        arrays: By group ("obs", "actions", "extras", ...), then by name: a leaf's place in its space, an extra's name.
+    """
+
+    notes: Mapping[str, Any]
+    arrays: Arrays
+
+    def column(self, name: str, index: int) -> NDArray[Any]:
+        """Return one environment's part of rewards, flags, or `valid`."""
+        return self.arrays["steps"][name][:, index]
+
+    @cached_property
+    def finals(self) -> dict[tuple[int, int], int]:
+        """Which of the final observations is that of an episode which ended at this step, in this column."""
+        places = zip(self.notes["final_steps"].tolist(), self.notes["final_columns"].tolist(), strict=True)
+        return {place: index for index, place in enumerate(places)}
+
+
+class PieceWriter:
+    """Appends records to a new file."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Make the file.
+
+        Args:
+            path: There must be no such file yet.
+            about: The run: what the first record tells.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            self.append({"format": FORMAT, **about}, {})
+        except BaseException:
+            self.close()
+            os.unlink(path)
+            raise
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be written any more."""
+        return self._descriptor < 0
+
+    def append(self, notes: Mapping[str, Any], arrays: Arrays) -> None:
+        """Write a record. The system has all of it when this returns, whatever becomes of the process.
+
+        Raises:
+            OSError: It cannot be written; the file is as it was before.
+        """
+        named = [(group, name, array) for group, members in arrays.items() for name, array in members.items()]
+        specs = [[group, name, array.dtype.str, list(array.shape)] for group, name, array in named]
+        head = values.dumps({"notes": dict(notes), "arrays": specs})
+        header = _HEADER.pack(_MARKER, zlib.crc32(head), len(head), sum(array.nbytes for *_, array in named))
+        # As bytes: a view of a flag or a scalar is not one that can be cut.
+        body = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for *_, array in named if array.nbytes]
+        start = os.lseek(self._descriptor, 0, os.SEEK_CUR)
+        try:
+            self._write([header, head, *body, _END])
+        except BaseException:  # Ctrl-C, too, must not leave half a record in the middle.
+            os.ftruncate(self._descriptor, start)
+            os.lseek(self._descriptor, start, os.SEEK_SET)
+            raise
+
+    def close(self) -> None:
+        """Close the file; again does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _write(self, parts: Sequence[Any]) -> None:
+        waiting = [memoryview(part) for part in reversed(parts)]
+        while waiting:
+            count = os.writev(self._descriptor, waiting[: -_MAX_PARTS - 1 : -1])
+            while waiting and count >= len(waiting[-1]):
+                count -= len(waiting.pop())
+            if waiting:
+                waiting[-1] = waiting[-1][count:]
+
+
+class Piece:
+    """A piece that is being read. Its arrays are read from the disk when they are looked at.
+
+    Attributes:
+        about: What the first record tells of the run.
+        lost_bytes: The size of what follows the last whole record.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open a piece.
+
+        Raises:
+            RecordingError: It cannot be read, or is none.
+        """
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                self._bytes = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size_bytes else b"")
+        except OSError as error:
+            raise RecordingError(f"{path} cannot be read: {error}.") from error
+        self.lost_bytes = 0
+        self._end = 0
+        first = self._read(0)
+        if first is None:
+            raise RecordingError(
+                f"{path} is not a piece of a recording: it does not begin as one does. Pieces are the files "
+                f"*{SUFFIX} that a Recorder writes."
+            )
+        self.about = first.notes
+        if self.about.get("format") != FORMAT:
+            raise RecordingError(f"{path} was recorded by another version of ClusterEnv. Merge it with that one.")
+        self._start = self._end
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records up to the last whole one."""
+        offset = self._start
+        while (record := self._read(offset)) is not None:
+            offset = self._end
+            yield record
+        self.lost_bytes = len(self._bytes) - offset
+
+    def _read(self, offset: int) -> Record | None:
+        """Return the record that begins here, or None if there is no whole one; note where it ends."""
+        if len(self._bytes) - offset < _HEADER.size:
+            return None
+        marker, checksum, head_bytes, body_bytes = _HEADER.unpack_from(self._bytes, offset)
+        start = offset + _HEADER.size
+        body = start + head_bytes
+        end = body + body_bytes
+        if marker != _MARKER or self._bytes[end : end + len(_END)] != _END:
+            return None
+        if zlib.crc32(self._bytes[start:body]) != checksum:
+            return None
+        self._end = end + len(_END)
+        try:
+            head = values.loads(self._bytes[start:body])
+            return Record(head["notes"], self._view(head["arrays"], body))
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            raise RecordingError(f"{self.path} holds a record that this version cannot read: {error}.") from error
+
+    def _view(self, specs: Sequence[Sequence[Any]], offset: int) -> Arrays:
+        arrays: Arrays = {}
+        for group, name, kind, sizes in specs:
+            dtype, shape = checked_dtype(kind), checked_shape(tuple(sizes))
+            count = int(np.prod(shape, dtype=np.int64))
+            array = np.frombuffer(self._bytes, dtype, count, offset).reshape(shape)
+            arrays.setdefault(group, {})[name] = array
+            offset += array.nbytes
+        return arrays

@@ -1,0 +1,231 @@
+"""Recorder: takes the rollouts of a run, and makes a Minari dataset of their episodes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import uuid
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from clusterenv.env import ClusterEnv
+from clusterenv.errors import ConfigError, RecordingError
+from clusterenv.recording.dataset import PROVENANCE
+from clusterenv.recording.merging import (
+    Recording,
+    check_installed,
+    check_path,
+    describe_space,
+    describe_spec,
+    merge,
+)
+from clusterenv.recording.pieces import SUFFIX, PieceWriter
+from clusterenv.rollout import Finals, Rollout, map_tree
+from clusterenv.wire.layout import Layout
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Writes rollouts to disk as they are made, and at the end a Minari dataset of whole episodes.
+
+    Episodes go on from one rollout to the next, so give it every rollout, in the order in which they came:
+
+        with Recorder(envs, "datasets/lander/expert-v0") as recorder:
+            for rollout in envs.stream(agent, num_steps=128):
+                recorder.add(rollout)
+                learn(rollout)
+
+    Use it in a `with` block, or call `close`. Until then, what was added is in the directory's `pieces`; after a crash
+    `clusterenv merge` makes the dataset of them.
+
+    Attributes:
+        path: The dataset's directory.
+    """
+
+    def __init__(self, envs: ClusterEnv, path: str | Path) -> None:
+        """Begin to record.
+
+        Args:
+            envs: Whose rollouts they are. They are asked what they are, which ends a stream.
+            path: The dataset's directory, which must not exist or be empty. Its last part is a name as Minari has them:
+                `expert-v0`.
+
+        Raises:
+            ConfigError: Minari is not installed, or cannot hold these environments' spaces; or the path is not good.
+        """
+        check_installed()
+        if not isinstance(envs, ClusterEnv):
+            raise ConfigError(f"Recorder takes the ClusterEnv whose rollouts it will be given, got {type(envs)}.")
+        self.path = Path(path).expanduser()
+        check_path(self.path)
+        run = uuid.uuid4().hex
+        about = {
+            "run": run,
+            "observation_space": describe_space(envs.single_observation_space, "observation"),
+            "action_space": describe_space(envs.single_action_space, "action"),
+            "env_spec": describe_spec(_ask_spec(envs)),
+        }
+        self._layouts = Layout(envs.single_observation_space), Layout(envs.single_action_space)
+        self._pieces = self.path / "pieces"
+        self._check_free()
+        try:
+            self._pieces.mkdir(parents=True, exist_ok=True)
+            self._writer = PieceWriter(self._pieces / f"{run}{SUFFIX}", about)
+        except OSError as error:
+            raise ConfigError(f"Nothing can be recorded to {self.path}: {error}. Choose another path.") from error
+        self._num_added = 0
+        self._recording: Recording | None = None
+        self._finalizer = weakref.finalize(self, _leave, self._writer, self.path)
+
+    def add(self, rollout: Rollout) -> None:
+        """Record a rollout. The system has it when this returns, and writes it to the disk in the background.
+
+        Raises:
+            RecordingError: It cannot be written, such as to a full disk. All that was added before is there, and the
+                recorder can be closed as usual; the run may go on, and later rollouts may be added.
+        """
+        if self._writer.is_closed:
+            raise ConfigError("This recorder is closed. Another one needs another path.")
+        notes, arrays = self._read(rollout)
+        try:
+            self._writer.append(notes, arrays)
+        except OSError as error:
+            raise RecordingError(
+                f"A rollout cannot be recorded to {self.path}: {error}. Those before it are there; close the recorder "
+                "to have the dataset of them."
+            ) from error
+        self._num_added += 1
+
+    def close(self) -> Recording:
+        """Make the dataset; again does nothing.
+
+        Episodes that have not ended are marked as truncated, and their metadata has `cut`.
+
+        Returns:
+            What the dataset holds.
+
+        Raises:
+            RecordingError: The dataset could not be written; the pieces stay, and the error says how to go on.
+        """
+        if self._recording is None:
+            self._finalizer.detach()
+            self._writer.close()
+            self._recording = merge([self._pieces], self.path)
+            shutil.rmtree(self._pieces)
+            log.info("recorded %s", self._recording)
+        return self._recording
+
+    def __enter__(self) -> Self:
+        """Return the recorder itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it; an error of the block's own is not hidden by one of the disk's."""
+        try:
+            self.close()
+        except (RecordingError, ConfigError) as failure:
+            if error is None:
+                raise
+            log.warning("%s", failure)
+
+    def _check_free(self) -> None:
+        with contextlib.suppress(OSError):  # Whatever is the matter, it is said when the directory is made.
+            if (self.path / "data").exists():
+                raise ConfigError(
+                    f"There is a dataset at {self.path} already, and it is not overwritten. Choose another name or "
+                    "version, or delete it."
+                )
+            if any(self._pieces.glob(f"*{SUFFIX}")):
+                raise ConfigError(
+                    f"{self.path} holds the pieces of a recording that goes on, or was not closed. If it was not, make "
+                    f"its dataset: clusterenv merge {self.path} --out {self.path}. Or choose another path."
+                )
+
+    def _read(self, rollout: Rollout) -> tuple[dict[str, Any], dict[str, dict[str, NDArray[Any]]]]:
+        """Return what is noted of a rollout, and its arrays."""
+        if not isinstance(rollout, Rollout):
+            raise ConfigError(f"add() takes rollouts of envs.rollout and envs.stream, got {type(rollout)}.")
+        if not isinstance(rollout.rewards, np.ndarray):
+            raise ConfigError("This rollout holds tensors: add the one with arrays, before to_torch().")
+        if bad := [name for name in rollout.extras if name in PROVENANCE or not name.strip(".") or "/" in name]:
+            raise ConfigError(f"The policy's {bad[0]!r} cannot be recorded by that name: give it another.")
+        observations, actions = self._layouts
+        positions = rollout.positions
+        finals = rollout.finals
+        if rollout.autoreset_mode is not AutoresetMode.SAME_STEP:  # Else they are the observations that follow.
+            none = np.zeros(0, np.int64)
+            finals = Finals(map_tree(lambda part: part[none], finals.obs), none, none)
+        ends = zip(rollout.episodes.steps.tolist(), rollout.episodes.env_indices.tolist(), strict=True)
+        columns = {env_index: column for column, env_index in enumerate(rollout.env_indices.tolist())}
+        notes = {
+            "number": self._num_added,
+            "env_indices": rollout.env_indices,
+            "lives": positions.lives,
+            "episodes": positions.episodes,
+            "steps": positions.steps,
+            "seeds": positions.seeds,
+            "versions": rollout.versions,
+            "ages": rollout.ages,
+            "divergences": rollout.divergences,
+            "errors": {
+                f"{step} {columns[env_index]}": str(info["env_error"])
+                for (step, env_index), info in zip(ends, rollout.episodes.infos, strict=True)
+                if "env_error" in info
+            },
+            "final_steps": finals.steps,
+            "final_columns": finals.columns,
+        }
+        arrays = {
+            "obs": _leaves(observations, rollout.obs, "observation"),
+            "next_obs": _leaves(observations, rollout.next_obs, "observation"),
+            "final_obs": _leaves(observations, finals.obs, "observation"),
+            "actions": _leaves(actions, rollout.actions, "action"),
+            "steps": {
+                "rewards": rollout.rewards,
+                "terminations": rollout.terminations,
+                "truncations": rollout.truncations,
+                "valid": rollout.valid,
+            },
+            "extras": dict(rollout.extras),
+        }
+        return notes, arrays
+
+
+def _ask_spec(envs: ClusterEnv) -> EnvSpec | None:
+    """Return the environments' spec as they were made, with arguments and wrappers; None if they differ."""
+    first, *others = envs.apply(lambda env: getattr(env, "spec", None), range(envs.num_envs))
+    return first if isinstance(first, EnvSpec) and all(other == first for other in others) else None
+
+
+def _leave(writer: PieceWriter, path: Path) -> None:
+    """End the recording of somebody who did not close it."""
+    writer.close()
+    log.warning("a recorder was not closed; to have its dataset: clusterenv merge %s --out %s", path, path)
+
+
+def _leaves(layout: Layout, tree: Any, what: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a tree by their places in it."""
+    try:
+        parts = layout.flatten(tree)
+    except (KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"This rollout's {what}s are not those of the recorder's environments.") from error
+    named = {}
+    for leaf, part in zip(layout.leaves, parts, strict=True):
+        if part.dtype != leaf.dtype or part.shape[part.ndim - len(leaf.shape) :] != leaf.shape:
+            raise ConfigError(
+                f"This rollout's {what}{leaf} is {part.dtype} of shape {part.shape}, and the recorder's environments "
+                f"have {leaf.dtype} of shape {leaf.shape}."
+            )
+        named[str(leaf)] = part
+    return named
