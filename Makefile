@@ -67,5 +67,5 @@ $(VENV)/.demo: $(VENV)/.base
 $(VENV)/.dev: $(VENV)/.base
 	@echo "Installing what the tests need (torch and EnvPool among them) ..."
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[dev,torch,envpool,bench,sb3,mujoco,atari,examples,fuzz,ray]"
+	$(PIP) -e ".[dev,torch,envpool,bench,sb3,mujoco,atari,examples,fuzz,ray,minari,progress]"
 	@touch $@
