@@ -184,12 +184,17 @@ class TestKubernetesLauncher(LauncherContract):
         assert {f"closed in {pod}" for pod in pods} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_the_objects_of_a_run_are_those_of_the_manual(laptop: KubeCluster) -> None:
+def test_the_objects_of_a_run_are_those_of_the_manual(laptop: KubeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/home/ada/train_ppo.py"])
+    monkeypatch.setenv("LOGNAME", "Ada L.")
     launcher = make(labels={"team": "walkers"}, cpus=0.5, tolerations=["spot=true:NoSchedule"])
     with launch(launcher, make_located) as envs:
         hosts = envs.get_attr("host")
         (job,), (secret,) = (laptop.objects(kind) for kind in ("jobs", "secrets"))
         pods = laptop.workers()
+        whose = {f"clusterenv/{name}": value for name, value in (("name", "train-ppo"), ("user", "ada-l"))}
+        for each in (job, secret, *laptop.objects("pods")):
+            assert whose.items() <= each["metadata"]["labels"].items()
         assert sorted(set(hosts)) == sorted(pod["metadata"]["name"] for pod in pods)
         for owned in (secret, *pods):
             assert [owner["uid"] for owner in owned["metadata"]["ownerReferences"]] == [job["metadata"]["uid"]]

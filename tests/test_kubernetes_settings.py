@@ -191,6 +191,29 @@ def test_dry_run_prints_what_is_created_without_a_ticket(capsys: pytest.CaptureF
     assert pods[0]["spec"]["tolerations"] == [{"key": "spot", "operator": "Exists"}]
 
 
+def test_every_object_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/home/ada/My Runs/train_ppo.v2.py"])
+    monkeypatch.setenv("LOGNAME", "Ada L.")
+    launcher = KubernetesLauncher(**FULL)
+    for text in (launcher.render(1), launcher.render_indexed_job(1)):
+        for each in objects_of(text):
+            for metadata in metadata_of(each):
+                labels = metadata["labels"]
+                assert (labels["clusterenv/name"], labels["clusterenv/user"]) == ("train-ppo-v2", "ada-l")
+    script = tmp_path / "Train it!.py"
+    script.touch()
+    head = objects_of(launcher.render_head(script))[-1]
+    for metadata in metadata_of(head):
+        assert (metadata["labels"]["clusterenv/name"], metadata["labels"]["clusterenv/user"]) == ("train-it", "ada-l")
+    assert {"name": "USER", "value": "ada-l"} in head["spec"]["template"]["spec"]["containers"][0]["env"]
+
+
+def metadata_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return that of an object, and of the Pods it makes."""
+    template = manifest.get("spec", {}).get("template")
+    return [manifest["metadata"], *([template["metadata"]] if template else [])]
+
+
 def test_an_indexed_job_mounts_the_ticket(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "ticket"
     file.write_text(TICKET.encode())
