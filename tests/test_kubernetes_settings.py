@@ -30,7 +30,7 @@ DOCS = Path(__file__).parent.parent / "docs" / "kubernetes.md"
 TICKET = Ticket(endpoint="tcp://10.0.0.5:40123", head_key="h" * 40, public_key="p" * 40, secret_key="s" * 40)
 VERSIONS = sorted({v for v in all_versions() if int(v.split(".")[1]) >= 24}, key=lambda v: int(v.split(".")[1]))
 
-FULL = {
+FULL: dict[str, Any] = {
     "image": "registry.example.org/rl:1",
     "namespace": "lab",
     "cpus": 2.5,
