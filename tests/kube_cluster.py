@@ -17,15 +17,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from clusterenv import ClusterEnv
 from tests.hosts import Host, require
 from tests.remains import descendants
 
 ROOT = Path(__file__).parent.parent
 INFRA = ROOT.parent / "shared" / "infra"
+BED = INFRA / "kube" / "up.sh"
 PROGRAMS = ("etcd", "kubectl", "openssl", "xz", "ip", "unshare", "setsid", "flock")
 NUM_NODES = 2
 CAPACITY = "cpu=4,memory=8Gi,pods=110"
@@ -128,6 +130,26 @@ class KubeCluster:
         bed_up(self.base, self.prefix)
 
 
+class KubeEnv(ClusterEnv):
+    """Knows workers by their process ids here: in its container every worker has the same."""
+
+    cluster: ClassVar[KubeCluster]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._pids: dict[str, int] = {}
+        super().__init__(*arguments, **options)
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Their ids; those of workers that are lost are what they were."""
+        return tuple(self._find_pid(worker.host or "") for worker in self.workers)
+
+    def _find_pid(self, pod: str) -> int:
+        if pod not in self._pids:
+            self._pids[pod] = self.cluster.pid_of(pod)
+        return self._pids[pod]
+
+
 def bed_up(base: Path, prefix: str) -> None:
     """Start the bed, or what is not running of it; containers find this Python first."""
     environment = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
@@ -139,7 +161,7 @@ def bed_up(base: Path, prefix: str) -> None:
     }
     environment.pop("CLUSTERENV_TEST_MARK", None)
     done = subprocess.run(
-        [str(INFRA / "kube" / "up.sh"), str(base), str(NUM_NODES), prefix],
+        [str(BED), str(base), str(NUM_NODES), prefix],
         env=environment,
         capture_output=True,
         text=True,
@@ -148,10 +170,16 @@ def bed_up(base: Path, prefix: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def require_bed() -> None:
+    """Skip the test where Pods are not processes of this machine."""
+    if not BED.exists():
+        pytest.skip("needs the Kubernetes test bed, whose Pods are processes of this machine")
+
+
 @contextlib.contextmanager
 def kube_cluster(directory: Path) -> Iterator[KubeCluster]:
     """Start the bed with two nodes, and end it; without a bed, take the cluster that there is."""
-    if not (INFRA / "kube" / "up.sh").exists():
+    if not BED.exists():
         kubeconfig, image = os.environ.get("KUBECONFIG"), os.environ.get("CLUSTERENV_TEST_IMAGE")
         if kubeconfig is None or image is None:
             pytest.skip(

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium as gym
 import msgspec
@@ -31,10 +31,10 @@ from clusterenv.launchers.kubernetes.manifest import RIGHTS
 from clusterenv.wire.messages import Join
 from clusterenv.wire.ticket import Ticket
 from tests.conftest import MARK
-from tests.kube_cluster import KubeCluster, kube_cluster
+from tests.kube_cluster import KubeCluster, KubeEnv, kube_cluster
 from tests.launcher_contract import AT_ONCE_S, NUM_WORKERS, Door, LauncherContract, tells_secret, time_call
 from tests.located import make_located
-from tests.remains import descendants, wait_until_gone
+from tests.remains import command_of, descendants, wait_until_gone
 from tests.test_readme import blocks_of
 
 pytestmark = [pytest.mark.xdist_group("kubernetes"), pytest.mark.slow, pytest.mark.timeout(300)]
@@ -107,6 +107,12 @@ def module_path() -> str:
     return os.environ.get("PYTHONPATH") or f"{ROOT / 'src'}{os.pathsep}{ROOT}"
 
 
+def find_client() -> int:
+    """Return the process that talks to the cluster for a head."""
+    (client,) = [pid for pid in descendants() if "kubernetes.client" in command_of(pid)]
+    return client
+
+
 class KubeDoor(Door):
     """Knows workers by their process ids here: in its container every worker has the same."""
 
@@ -117,16 +123,6 @@ class KubeDoor(Door):
     def await_join(self, fleet: Fleet) -> Join:
         join = super().await_join(fleet)
         return msgspec.structs.replace(join, pid=self._cluster.pid_of(join.hostname))
-
-
-class KubeEnv(ClusterEnv):
-    """Knows workers by their process ids here."""
-
-    cluster: ClassVar[KubeCluster]
-
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        return tuple(self.cluster.pid_of(worker.host or "") for worker in self.workers)
 
 
 def launch(
@@ -397,7 +393,7 @@ def test_if_the_heads_machine_is_lost_kubernetes_removes_everything_after_the_le
     bed: KubeCluster, seconds: Callable[[], float]
 ) -> None:
     head = start_head("time.sleep(60)", lease_s=10)
-    (client,) = [pid for pid in descendants() if b"kubernetes.client" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    client = find_client()
     try:
         os.kill(client, signal.SIGKILL)
         head.kill()
@@ -534,8 +530,7 @@ def test_a_client_that_dies_is_replaced_and_nobody_else_notices(bed: KubeCluster
     fleet = make().launch(door.ticket, NUM_WORKERS)
     try:
         joins = {join.worker_index: join for join in (door.await_join(fleet), door.await_join(fleet))}
-        (client,) = [pid for pid in descendants() if b"kubernetes.client" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(client, signal.SIGKILL)
+        os.kill(find_client(), signal.SIGKILL)
         os.kill(joins[1].pid, signal.SIGKILL)
         assert "killed by SIGKILL" in door.await_exit(fleet, 1)
         fleet.restart(1)
@@ -555,8 +550,7 @@ def test_a_cluster_that_nobody_can_log_in_to_any_more_is_told(
     try:
         door.await_join(fleet)
         config.unlink()
-        (client,) = [pid for pid in descendants() if b"kubernetes.client" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(client, signal.SIGKILL)
+        os.kill(find_client(), signal.SIGKILL)
         fleet.restart(0)
         assert "could not be started: There is no cluster" in door.await_exit(fleet, 0)
         assert door.longest_s < AT_ONCE_S
@@ -578,6 +572,23 @@ def test_if_somebody_deletes_the_job_that_owns_the_workers_others_are_started(be
         (again,) = bed.objects("jobs")
         assert again["metadata"]["uid"] != job["metadata"]["uid"]
         assert len(bed.objects("secrets")) == 1
+
+
+def test_who_takes_over_from_a_client_that_made_the_job_again_starts_workers_that_stay(bed: KubeCluster) -> None:
+    with launch(make()) as envs:
+        envs.reset(seed=1)
+        (job,) = bed.objects("jobs")
+        bed.kubectl("delete", "job", job["metadata"]["name"])
+        while len(envs.losses) < NUM_WORKERS:
+            envs.step(np.zeros(4, np.int64))
+        os.kill(find_client(), signal.SIGKILL)
+        os.kill(envs.worker_pids[0], signal.SIGKILL)
+        while len(envs.losses) < NUM_WORKERS + 1:
+            envs.step(np.zeros(4, np.int64))
+        (again,) = bed.objects("jobs")
+        for pod in bed.workers():
+            assert [owner["uid"] for owner in pod["metadata"]["ownerReferences"]] == [again["metadata"]["uid"]]
+        assert len(envs.losses) == NUM_WORKERS + 1
 
 
 def test_a_sidecar_does_not_hide_that_the_worker_has_ended(bed: KubeCluster, door: Door) -> None:

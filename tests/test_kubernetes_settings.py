@@ -187,6 +187,7 @@ def test_dry_run_prints_what_is_created_without_a_ticket(capsys: pytest.CaptureF
     assert main(["launch", "kubernetes", "--image=rl:1", "--num-workers=2", "--tolerations=spot", "--dry-run"]) == 0
     anchor, secret, *pods = objects_of(capsys.readouterr().out)
     assert (anchor["kind"], secret["kind"]) == ("Job", "Secret")
+    assert anchor["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 1, "nobody waits for it"
     assert [pod["metadata"]["name"] for pod in pods] == ["clusterenv-run-0", "clusterenv-run-1"]
     assert pods[0]["spec"]["tolerations"] == [{"key": "spot", "operator": "Exists"}]
 

@@ -108,11 +108,15 @@ class _Client:
         self._followers: dict[str, threading.Thread] = {}
         self._anchor = _Anchor(api, plan)
         self._renew_at = float("inf")
-        self._has_started = False
+        self._has_started = plan.takeover is not None
         self._parent = os.getppid()
         self._stop_at: float | None = None
         self._steps = self._remove()
         self._is_done = False
+        if plan.takeover is not None:  # Before anybody is to be replaced: the head may ask for that at once.
+            for seat, seat.incarnation in zip(self._seats, plan.takeover.incarnations, strict=True):
+                seat.is_created = True
+                self._names[self._name_of(seat)] = seat
 
     def run(self) -> None:
         """Do all there is to do."""
@@ -194,15 +198,10 @@ class _Client:
             return
         self._renew_at = time.monotonic() + self._plan.lease_s / _RENEWALS
         threading.Thread(target=self._heard, args=(self._watch,), daemon=True).start()
-        takeover = self._plan.takeover
         for seat in self._seats:
-            if takeover is None:
+            if self._plan.takeover is None:
                 seat.give_up_at = time.monotonic() + _START_S
                 self._create(seat)
-            else:
-                seat.incarnation = takeover.incarnations[seat.index]
-                seat.is_created = True
-                self._names[self._name_of(seat)] = seat
         self._check_started()
 
     def _check_started(self) -> None:
@@ -567,7 +566,9 @@ class _Anchor:
                 with contextlib.suppress(Refusal):  # It is being removed with the Job that owned it.
                     self._api.request("DELETE", self._api.path("secrets", self._plan.secret["metadata"]["name"]))
                 self.create()
-            elif not self._has_secret:
+                return
+            self.uid = answer["metadata"]["uid"]  # A predecessor may have had to create it again.
+            if not self._has_secret:
                 self._create_secret()
 
     def delete(self) -> None:

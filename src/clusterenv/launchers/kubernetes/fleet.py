@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 _START_S = 60.0
 _TAIL_S = 2.5  # Errors had better come without a log than late: its node may be cut off.
 _REMOVE_S = 30.0  # More than the client needs to remove everything, also of nodes that do not answer.
-_MAX_CLIENTS = 5
+_MAX_CLIENTS = 5  # That die one after the other,
+_SOON_S = 60.0  # in so short a time: the next one would, too.
 _MAX_TEXTS = 3
 _READ_BYTES = 1 << 16
 
@@ -62,7 +63,7 @@ class KubernetesFleet:
         self._anchor_uid = ""
         self._refusal = ""
         self._left: str | None = None
-        self._num_clients = 0
+        self._replaced_at: list[float] = []
         self._client: _Client | None = None
         self._is_stopping = False
         self._began_at = time.monotonic()
@@ -148,7 +149,9 @@ class KubernetesFleet:
         for reply in self._client.replies():
             self._note(reply)
         if self._client.has_ended and not self._is_stopping and self._anchor_uid:
-            if self._num_clients < _MAX_CLIENTS:
+            soon = time.monotonic() - _SOON_S
+            self._replaced_at = [moment for moment in self._replaced_at if moment > soon]
+            if len(self._replaced_at) < _MAX_CLIENTS:
                 self._replace_client()
             else:
                 self._give_up()
@@ -172,7 +175,7 @@ class KubernetesFleet:
         log.warning("%s; another takes over", self._describe_client())
         with uninterrupted():
             self._client.close()
-            self._num_clients += 1
+            self._replaced_at.append(time.monotonic())
             takeover = Takeover(self._anchor_uid, time.monotonic() - self._began_at, list(self._incarnations))
             self._client = _Client(msgspec.structs.replace(self._plan, takeover=takeover))
 

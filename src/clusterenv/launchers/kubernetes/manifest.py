@@ -50,6 +50,7 @@ _WAIT_FOR_THE_END = (
 _LITTLE = {"cpu": "10m", "memory": "32Mi"}
 _NOT_FOR_ANCHORS = ("containers", "initContainers", "volumes")
 _MAX_ANCHORS = 1000
+_ANCHOR_GRACE_S = 1
 
 # Lists whose items have names.
 _KEYS = {
@@ -133,7 +134,9 @@ class Manifests:
         container = {name: worker[name] for name in ("image", "command", "env", "securityContext") if name in worker}
         container |= {"name": "anchor", "resources": {"requests": _LITTLE, "limits": {"memory": _LITTLE["memory"]}}}
         spec = {name: value for name, value in pod["spec"].items() if name not in _NOT_FOR_ANCHORS}
-        pod = {"metadata": {"labels": self._labels()}, "spec": spec | {"containers": [container]}}
+        # Asked to go before it listens, it would use up all the grace there is.
+        spec |= {"containers": [container], "terminationGracePeriodSeconds": _ANCHOR_GRACE_S}
+        pod = {"metadata": {"labels": self._labels()}, "spec": spec}
         return {
             "apiVersion": "batch/v1",
             "kind": "Job",
