@@ -41,9 +41,10 @@ from tests.remains import (
 from chaos.faults import Effect, Fault, Scratch, Target, list_faults
 from chaos.footprint import Course
 from chaos.modes import MODES, NUM_STEPS, Calls, Learner, Shifted, reset
-from chaos.places import LOGS, PLACES, Place, open_scratch
+from chaos.places import PLACES
+from chaos.places.place import LOGS, Place, open_scratch
 from chaos.provoked import Board, Deed, make_provoked
-from clusterenv import ClusterEnv, EveryUpdate, Faults, Timeouts
+from clusterenv import EveryUpdate, Faults, Timeouts
 from clusterenv.config import split_shards
 from clusterenv.errors import ClusterEnvError, WorkerFailed
 
@@ -325,7 +326,7 @@ class Campaign:
         """Start workers, and reset their environments."""
         self._board.tell(range(self._num_envs), Deed.NOTHING)
         with deadline(self._place.deadline_s + CLOSE_S):
-            self._envs = ClusterEnv(
+            self._envs = self._place.env_type(
                 make_provoked(self._num_envs, self._board_path),
                 num_workers=self._order.num_workers,
                 sync=EveryUpdate(),
