@@ -407,14 +407,14 @@ def test_if_the_heads_machine_is_lost_kubernetes_removes_everything_after_the_le
 def test_a_head_in_a_pod_needs_one_command_and_goes_with_all_it_has(
     bed: KubeCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / "my_training.py"
+    script = tmp_path / "My training (2).py"
     script.write_text(HEAD.format(image="any", lease_s=600, then="time.sleep(60)"))
     options = [f"--env=PYTHONPATH={module_path()}", f"--env={MARK}={os.environ[MARK]}"]
     assert main(["launch", "kubernetes", "--image", "any", *options, "--head", str(script)]) == 0
     manifests = capsys.readouterr().out
     bed.kubectl("apply", "--filename=-", stdin=manifests)
     try:
-        job = next(name for name in bed.remains() if name.startswith("job.batch/my-training"))
+        job = next(name for name in bed.remains() if name.startswith("job.batch/my-training-2-"))
         bed.wait_until(lambda: "ready" in bed.kubectl("logs", job, "--ignore-errors"), 30.0)
         (head,) = [pod for pod in bed.objects("pods") if "my-training" in pod["metadata"]["name"]]
         (anchor,) = [each for each in bed.objects("jobs") if each["metadata"]["name"].startswith("clusterenv-")]
@@ -538,6 +538,13 @@ def test_a_client_that_dies_is_replaced_and_nobody_else_notices(bed: KubeCluster
         assert fleet.exits() == {}
     finally:
         fleet.stop(0.0)
+
+
+def test_close_leaves_nothing_even_if_the_client_has_just_died(bed: KubeCluster) -> None:
+    with launch(make()) as envs:
+        envs.reset(seed=1)
+        os.kill(find_client(), signal.SIGKILL)
+    assert bed.remains() == []
 
 
 def test_a_cluster_that_nobody_can_log_in_to_any_more_is_told(

@@ -203,7 +203,9 @@ def test_every_object_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.Monke
                 assert (labels["clusterenv/name"], labels["clusterenv/user"]) == ("train-ppo-v2", "ada-l")
     script = tmp_path / "Train it!.py"
     script.touch()
-    head = objects_of(launcher.render_head(script))[-1]
+    *_, config, head = objects_of(launcher.render_head(script))
+    assert list(config["data"]) == ["Train-it-.py"], "no other characters may be in a key"
+    assert head["spec"]["template"]["spec"]["containers"][0]["command"] == ["python", "/clusterenv/Train-it-.py"]
     for metadata in metadata_of(head):
         assert (metadata["labels"]["clusterenv/name"], metadata["labels"]["clusterenv/user"]) == ("train-it", "ada-l")
     assert {"name": "USER", "value": "ada-l"} in head["spec"]["template"]["spec"]["containers"][0]["env"]

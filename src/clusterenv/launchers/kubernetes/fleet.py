@@ -130,8 +130,10 @@ class KubernetesFleet:
         if self._client is None:
             return
         self._is_stopping = True
-        self._send(Stop(timeout_s))
-        self._await(lambda: self._left is not None, timeout_s + _REMOVE_S)
+        self._have_removed(timeout_s)
+        if self._client.has_ended and self._left is None and not self._refusal:  # It died before it was through.
+            self._replace_client()
+            self._have_removed(0.0)
         if self._left is None or self._left:
             log.warning(
                 "could not remove everything from the cluster (%s); Kubernetes does within %d s",
@@ -141,6 +143,10 @@ class KubernetesFleet:
         with uninterrupted():
             self._client.close()
             self._client = None
+
+    def _have_removed(self, timeout_s: float) -> None:
+        self._send(Stop(timeout_s))
+        self._await(lambda: self._left is not None, timeout_s + _REMOVE_S)
 
     def _look(self) -> None:
         """Note what the client has told. Never waits."""

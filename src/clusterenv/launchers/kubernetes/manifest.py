@@ -186,6 +186,7 @@ class Manifests:
             raise ConfigError(f"The script {script} is too long for a ConfigMap: build it into the image.")
         stem = re.sub(r"[^a-z0-9]+", "-", script.stem.lower()).strip("-")[:40].strip("-") or "head"
         job = f"{stem}-{self.run}"
+        file = f"{re.sub(r'[^-._a-zA-Z0-9]+', '-', script.stem)}.py"  # What a ConfigMap takes as a key.
         labels = {APP_LABEL: APP, NAME_LABEL: stem, USER_LABEL: self._user}
         return [
             {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": self._named(_HEAD)},
@@ -197,8 +198,8 @@ class Manifests:
                 "subjects": [{"kind": "ServiceAccount", **self._named(_HEAD)}],
                 "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": _HEAD},
             },
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._named(job), "data": {script.name: text}},
-            self._head_job(job, script.name, labels),
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._named(job), "data": {file: text}},
+            self._head_job(job, file, labels),
         ]
 
     def role(self) -> Manifest:
