@@ -167,7 +167,6 @@ class Campaign:
         self._calls = Calls()
         self._calls.install()
         self._victims: list[int] = []
-        self._struck: list[int] = []  # Processes that were lost: all of them must end.
         self._close_problems: list[str] = []
         self._course = Course(every_s=1.0)
 
@@ -243,7 +242,6 @@ class Campaign:
         for loss in self._envs.losses[num_losses:]:
             if loss.worker_index not in striker.lost_workers and not problem:
                 problem = f"wedged: worker {loss.worker_index} was given up though it lived: {first_line(loss.reason)}"
-        self._struck += striker.lost_pids
         seconds = None if problem else striker.seconds
         return Case(fault.kind, fault.variant, mode, moment, striker.worker_index, seconds, problem)
 
@@ -349,7 +347,6 @@ class Campaign:
 
     def _stop(self) -> None:
         """End the workers."""
-        self._struck += self._envs.worker_pids
         try:
             with deadline(CLOSE_S):
                 self._envs.close()
@@ -359,7 +356,8 @@ class Campaign:
     def _find_left(self, before: set[str], shared_before: set[str], processes_before: set[int]) -> list[str]:
         """Return what is left of all workers: processes, descriptors, threads, shared memory, files."""
         gc.collect()
-        pids = {*self._struck, *descendants()} - processes_before
+        # All carry our mark. Process ids alone would not do: in a long run they are given to others.
+        pids = set(descendants()) - processes_before
         left = [f"process {pid}: {command_of(pid)}" for pid in wait_until_gone(sorted(pids), GONE_S)]
         left += self._close_problems
         left += sorted(belongings() - before)
@@ -377,7 +375,6 @@ class Striker:
         self.error: Exception | None = None
         self.seconds: float | None = None
         self.lost_workers: Collection[int] = ()
-        self.lost_pids: list[int] = []
         self._campaign = campaign
         self._fault = fault
         self._delay_s = campaign.draw_delay_s()
@@ -436,7 +433,6 @@ class Striker:
             self._rows, self._delivered = self._campaign.rows, self._campaign.delivered
             if self._fault.effect is Effect.LOSS:
                 self.lost_workers = reached
-                self.lost_pids = [target.pids[index] for index in reached]
             self._struck_at = time.monotonic()
             self._fault.strike(target)
             if self._fault.effect is Effect.NONE:

@@ -23,7 +23,7 @@ import pytest
 
 from clusterenv import ClusterEnv
 from tests.hosts import Host, require
-from tests.remains import descendants
+from tests.remains import descendants, wait_until_gone
 
 ROOT = Path(__file__).parent.parent
 INFRA = ROOT.parent / "shared" / "infra"
@@ -116,9 +116,15 @@ class KubeCluster:
         raise LookupError(f"there is no worker in Pod {pod}")
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a process of the bed: "n2" is a node, "apiserver" a part of the control plane."""
+        """Send a signal to a process of the bed: "n2" is a node, "apiserver" a part of the control plane.
+
+        One that is killed is gone when this returns, and its ports are free.
+        """
         assert self.base is not None, "only the bed's processes are ours"
-        os.kill(int((self.base / "pid" / f"{name}.pid").read_text()), number)
+        pid = int((self.base / "pid" / f"{name}.pid").read_text())
+        os.kill(pid, number)
+        if number == signal.SIGKILL:
+            assert wait_until_gone([pid]) == []
 
     def set_link(self, node: str, state: str) -> None:
         """Cut a node off ("down"), or connect it again ("up")."""

@@ -20,6 +20,11 @@ from clusterenv import KubernetesLauncher, Network
 
 TAINT = "reclaimed"
 GRACE_S = 2
+# As clusters have them; the bed's are so short that a slow start of its API server costs all Pods.
+TOLERATIONS = [
+    {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}
+    for state in ("not-ready", "unreachable")
+]
 
 
 @contextlib.contextmanager
@@ -48,7 +53,7 @@ def open_kubernetes(transport: str, num_workers: int) -> Iterator[Place]:
         ]
         path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         variables = {"PYTHONPATH": path, MARK: os.environ[MARK]}
-        launcher = KubernetesLauncher(image=cluster.image, memory="256Mi", env=variables)
+        launcher = KubernetesLauncher(image=cluster.image, memory="256Mi", env=variables, tolerations=TOLERATIONS)
         options = {"launcher": launcher, "network": Network(transport=transport)}
         yield Place(options, faults, KubeEnv, call_s=20.0, deadline_s=120.0)
         assert cluster.remains() == [], "left in the cluster"
