@@ -511,8 +511,8 @@ def test_a_node_that_is_lost_is_survived_on_the_others(fragile: SlurmCluster, tm
 
 @pytest.fixture
 def larger(tmp_path: Path, login: SlurmCluster) -> Iterator[SlurmCluster]:
-    """A cluster of the test's own with three nodes."""
-    with slurm_cluster(tmp_path, num_nodes=3) as cluster, cluster.logged_in():
+    """A cluster of the test's own with three nodes, which takes as long as most to find that one is dead."""
+    with slurm_cluster(tmp_path, num_nodes=3, node_timeout_s=300) as cluster, cluster.logged_in():
         yield cluster
 
 
