@@ -360,11 +360,17 @@ class Campaign:
         pids = set(descendants()) - processes_before
         left = [f"process {pid}: {command_of(pid)}" for pid in wait_until_gone(sorted(pids), GONE_S)]
         left += self._close_problems
-        left += sorted(belongings() - before)
+        left += sorted(thing for thing in belongings() - before if not _is_daemon(thing))
         left += [f"/dev/shm/{name}" for name in unused(shared_memory() - shared_before)]
         known = {*self._files_before, self._scratch / LOGS, *(self._scratch / LOGS).rglob("*")}
         left += [str(path) for path in self._scratch.rglob("*") if path not in known]
         return left
+
+
+def _is_daemon(thing: str) -> bool:
+    """Whether one of our belongings is a child without our mark: a cluster's own, started again after a fault."""
+    kind, _, rest = thing.partition(" ")
+    return kind == "child" and int(rest.partition(":")[0]) not in descendants()
 
 
 class Striker:
