@@ -62,7 +62,7 @@ def test_nothing_is_inconsistent_while_kubernetes_ends_pods_and_nodes() -> None:
     hosts.require(*hosts.PROGRAMS, *kube_cluster.PROGRAMS)
     kube_cluster.require_bed()
     kinds = ("kill", "deleted Pod", "evicted Pod", "drained node", "killed client", "deleted Job")
-    run_chaos("--place=kubernetes", "--seed=1", "--faults=10", "--modes", "step", "stream", "--kinds", *kinds)
+    run_chaos("--place=kubernetes", "--seed=1", "--faults=8", "--modes", "step", "stream", "--kinds", *kinds)
 
 
 @pytest.mark.xdist_group("ray hosts")
@@ -70,7 +70,7 @@ def test_nothing_is_inconsistent_while_ray_loses_actors_its_driver_and_a_node() 
     hosts.require(*hosts.PROGRAMS)
     pytest.importorskip("ray", reason="needs ray: pip install 'clusterenv[ray]'")
     kinds = ("kill", "killed actor", "ended actor", "killed driver", "lost node")
-    run_chaos("--place=ray", "--seed=1", "--faults=6", "--modes", "step", "stream", "--kinds", *kinds)
+    run_chaos("--place=ray", "--seed=1", "--faults=5", "--modes", "step", "stream", "--kinds", *kinds)
 
 
 def test_all_modes_in_turn_hold_no_more_after_a_while_than_before() -> None:
