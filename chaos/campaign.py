@@ -41,9 +41,10 @@ from tests.remains import (
 from chaos.faults import Effect, Fault, Scratch, Target, list_faults
 from chaos.footprint import Course
 from chaos.modes import MODES, NUM_STEPS, Calls, Learner, Shifted, reset
-from chaos.places import LOGS, PLACES, Place, open_scratch
+from chaos.places import PLACES
+from chaos.places.place import LOGS, Place, open_scratch
 from chaos.provoked import Board, Deed, make_provoked
-from clusterenv import ClusterEnv, EveryUpdate, Faults, Timeouts
+from clusterenv import EveryUpdate, Faults, Timeouts
 from clusterenv.config import split_shards
 from clusterenv.errors import ClusterEnvError, WorkerFailed
 
@@ -166,7 +167,6 @@ class Campaign:
         self._calls = Calls()
         self._calls.install()
         self._victims: list[int] = []
-        self._struck: list[int] = []  # Processes that were lost: all of them must end.
         self._close_problems: list[str] = []
         self._course = Course(every_s=1.0)
 
@@ -242,7 +242,6 @@ class Campaign:
         for loss in self._envs.losses[num_losses:]:
             if loss.worker_index not in striker.lost_workers and not problem:
                 problem = f"wedged: worker {loss.worker_index} was given up though it lived: {first_line(loss.reason)}"
-        self._struck += striker.lost_pids
         seconds = None if problem else striker.seconds
         return Case(fault.kind, fault.variant, mode, moment, striker.worker_index, seconds, problem)
 
@@ -325,7 +324,7 @@ class Campaign:
         """Start workers, and reset their environments."""
         self._board.tell(range(self._num_envs), Deed.NOTHING)
         with deadline(self._place.deadline_s + CLOSE_S):
-            self._envs = ClusterEnv(
+            self._envs = self._place.env_type(
                 make_provoked(self._num_envs, self._board_path),
                 num_workers=self._order.num_workers,
                 sync=EveryUpdate(),
@@ -348,7 +347,6 @@ class Campaign:
 
     def _stop(self) -> None:
         """End the workers."""
-        self._struck += self._envs.worker_pids
         try:
             with deadline(CLOSE_S):
                 self._envs.close()
@@ -358,14 +356,21 @@ class Campaign:
     def _find_left(self, before: set[str], shared_before: set[str], processes_before: set[int]) -> list[str]:
         """Return what is left of all workers: processes, descriptors, threads, shared memory, files."""
         gc.collect()
-        pids = {*self._struck, *descendants()} - processes_before
+        # All carry our mark. Process ids alone would not do: in a long run they are given to others.
+        pids = set(descendants()) - processes_before
         left = [f"process {pid}: {command_of(pid)}" for pid in wait_until_gone(sorted(pids), GONE_S)]
         left += self._close_problems
-        left += sorted(belongings() - before)
+        left += sorted(thing for thing in belongings() - before if not _is_daemon(thing))
         left += [f"/dev/shm/{name}" for name in unused(shared_memory() - shared_before)]
         known = {*self._files_before, self._scratch / LOGS, *(self._scratch / LOGS).rglob("*")}
         left += [str(path) for path in self._scratch.rglob("*") if path not in known]
         return left
+
+
+def _is_daemon(thing: str) -> bool:
+    """Whether one of our belongings is a child without our mark: a cluster's own, started again after a fault."""
+    kind, _, rest = thing.partition(" ")
+    return kind == "child" and int(rest.partition(":")[0]) not in descendants()
 
 
 class Striker:
@@ -376,7 +381,6 @@ class Striker:
         self.error: Exception | None = None
         self.seconds: float | None = None
         self.lost_workers: Collection[int] = ()
-        self.lost_pids: list[int] = []
         self._campaign = campaign
         self._fault = fault
         self._delay_s = campaign.draw_delay_s()
@@ -435,7 +439,6 @@ class Striker:
             self._rows, self._delivered = self._campaign.rows, self._campaign.delivered
             if self._fault.effect is Effect.LOSS:
                 self.lost_workers = reached
-                self.lost_pids = [target.pids[index] for index in reached]
             self._struck_at = time.monotonic()
             self._fault.strike(target)
             if self._fault.effect is Effect.NONE:

@@ -11,12 +11,13 @@ from typing import Annotated, TypeAlias
 
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 
-from clusterenv import LocalLauncher, RayLauncher, SlurmLauncher, SSHLauncher
+from clusterenv import KubernetesLauncher, LocalLauncher, RayLauncher, SlurmLauncher, SSHLauncher
 
 Launching: TypeAlias = Annotated[
     Annotated[LocalLauncher, subcommand("local")]
     | Annotated[SlurmLauncher, subcommand("slurm")]
     | Annotated[SSHLauncher, subcommand("ssh")]
+    | Annotated[KubernetesLauncher, subcommand("kubernetes")]
     | Annotated[RayLauncher, subcommand("ray")],
     OmitArgPrefixes,
     OmitSubcommandPrefixes,

@@ -17,15 +17,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from clusterenv import ClusterEnv
 from tests.hosts import Host, require
-from tests.remains import descendants
+from tests.remains import descendants, wait_until_gone
 
 ROOT = Path(__file__).parent.parent
 INFRA = ROOT.parent / "shared" / "infra"
+BED = INFRA / "kube" / "up.sh"
 PROGRAMS = ("etcd", "kubectl", "openssl", "xz", "ip", "unshare", "setsid", "flock")
 NUM_NODES = 2
 CAPACITY = "cpu=4,memory=8Gi,pods=110"
@@ -114,9 +116,15 @@ class KubeCluster:
         raise LookupError(f"there is no worker in Pod {pod}")
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a process of the bed: "n2" is a node, "apiserver" a part of the control plane."""
+        """Send a signal to a process of the bed: "n2" is a node, "apiserver" a part of the control plane.
+
+        One that is killed is gone when this returns, and its ports are free.
+        """
         assert self.base is not None, "only the bed's processes are ours"
-        os.kill(int((self.base / "pid" / f"{name}.pid").read_text()), number)
+        pid = int((self.base / "pid" / f"{name}.pid").read_text())
+        os.kill(pid, number)
+        if number == signal.SIGKILL:
+            assert wait_until_gone([pid]) == []
 
     def set_link(self, node: str, state: str) -> None:
         """Cut a node off ("down"), or connect it again ("up")."""
@@ -126,6 +134,26 @@ class KubeCluster:
         """Start what has been killed, and wait until all nodes are ready."""
         assert self.base is not None, "only the bed is ours"
         bed_up(self.base, self.prefix)
+
+
+class KubeEnv(ClusterEnv):
+    """Knows workers by their process ids here: in its container every worker has the same."""
+
+    cluster: ClassVar[KubeCluster]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._pids: dict[str, int] = {}
+        super().__init__(*arguments, **options)
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Their ids; those of workers that are lost are what they were."""
+        return tuple(self._find_pid(worker.host or "") for worker in self.workers)
+
+    def _find_pid(self, pod: str) -> int:
+        if pod not in self._pids:
+            self._pids[pod] = self.cluster.pid_of(pod)
+        return self._pids[pod]
 
 
 def bed_up(base: Path, prefix: str) -> None:
@@ -139,7 +167,7 @@ def bed_up(base: Path, prefix: str) -> None:
     }
     environment.pop("CLUSTERENV_TEST_MARK", None)
     done = subprocess.run(
-        [str(INFRA / "kube" / "up.sh"), str(base), str(NUM_NODES), prefix],
+        [str(BED), str(base), str(NUM_NODES), prefix],
         env=environment,
         capture_output=True,
         text=True,
@@ -148,10 +176,16 @@ def bed_up(base: Path, prefix: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def require_bed() -> None:
+    """Skip the test where Pods are not processes of this machine."""
+    if not BED.exists():
+        pytest.skip("needs the Kubernetes test bed, whose Pods are processes of this machine")
+
+
 @contextlib.contextmanager
 def kube_cluster(directory: Path) -> Iterator[KubeCluster]:
     """Start the bed with two nodes, and end it; without a bed, take the cluster that there is."""
-    if not (INFRA / "kube" / "up.sh").exists():
+    if not BED.exists():
         kubeconfig, image = os.environ.get("KUBECONFIG"), os.environ.get("CLUSTERENV_TEST_IMAGE")
         if kubeconfig is None or image is None:
             pytest.skip(

@@ -45,7 +45,7 @@ SlurmctldLogFile={directory}/slurmctld.log
 SlurmdLogFile={directory}/slurmd.%n.log
 SlurmdParameters=config_overrides
 SlurmctldTimeout=5
-SlurmdTimeout=5
+SlurmdTimeout={node_timeout_s}
 KillWait=2
 JobRequeue=1
 PreemptType=preempt/partition_prio
@@ -201,8 +201,14 @@ class SlurmCluster:
 
 
 @contextlib.contextmanager
-def slurm_cluster(directory: Path, num_nodes: int) -> Iterator[SlurmCluster]:
-    """Start a Slurm on hosts of its own, and end it."""
+def slurm_cluster(directory: Path, num_nodes: int, *, node_timeout_s: int = 5) -> Iterator[SlurmCluster]:
+    """Start a Slurm on hosts of its own, and end it.
+
+    Args:
+        directory: For its files; an empty one.
+        num_nodes: That it computes on.
+        node_timeout_s: How long it waits for a node before it takes it for dead.
+    """
     require(*PROGRAMS)
     (directory / "state").mkdir()
     private = directory / "private"
@@ -218,7 +224,11 @@ def slurm_cluster(directory: Path, num_nodes: int) -> Iterator[SlurmCluster]:
             "PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
             "PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE State=UP",  # Preempts the other.
         ]
-        text = _CONFIG.format(controller=login, directory=directory) + "\n".join(lines) + "\n"
+        text = (
+            _CONFIG.format(controller=login, directory=directory, node_timeout_s=node_timeout_s)
+            + "\n".join(lines)
+            + "\n"
+        )
         cluster.config.write_text(text)
         (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         try:

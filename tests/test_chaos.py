@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import hosts, slurm_cluster
+from tests import hosts, kube_cluster, slurm_cluster
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -55,6 +55,22 @@ def test_nothing_is_inconsistent_while_slurm_ends_workers_steps_and_jobs() -> No
     hosts.require(*hosts.PROGRAMS, *slurm_cluster.PROGRAMS)
     kinds = ("kill", "cancelled step", "requeued job")
     run_chaos("--place=slurm", "--faults=3", "--modes", "step", "--kinds", *kinds)
+
+
+@pytest.mark.xdist_group("kubernetes")
+def test_nothing_is_inconsistent_while_kubernetes_ends_pods_and_nodes() -> None:
+    hosts.require(*hosts.PROGRAMS, *kube_cluster.PROGRAMS)
+    kube_cluster.require_bed()
+    kinds = ("kill", "deleted Pod", "evicted Pod", "drained node", "killed client", "deleted Job")
+    run_chaos("--place=kubernetes", "--seed=1", "--faults=8", "--modes", "step", "stream", "--kinds", *kinds)
+
+
+@pytest.mark.xdist_group("ray hosts")
+def test_nothing_is_inconsistent_while_ray_loses_actors_its_driver_and_a_node() -> None:
+    hosts.require(*hosts.PROGRAMS)
+    pytest.importorskip("ray", reason="needs ray: pip install 'clusterenv[ray]'")
+    kinds = ("kill", "killed actor", "ended actor", "killed driver", "lost node")
+    run_chaos("--place=ray", "--seed=1", "--faults=5", "--modes", "step", "stream", "--kinds", *kinds)
 
 
 def test_all_modes_in_turn_hold_no_more_after_a_while_than_before() -> None:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium as gym
 import msgspec
@@ -31,10 +31,10 @@ from clusterenv.launchers.kubernetes.manifest import RIGHTS
 from clusterenv.wire.messages import Join
 from clusterenv.wire.ticket import Ticket
 from tests.conftest import MARK
-from tests.kube_cluster import KubeCluster, kube_cluster
+from tests.kube_cluster import KubeCluster, KubeEnv, kube_cluster
 from tests.launcher_contract import AT_ONCE_S, NUM_WORKERS, Door, LauncherContract, tells_secret, time_call
 from tests.located import make_located
-from tests.remains import descendants, wait_until_gone
+from tests.remains import command_of, descendants, wait_until_gone
 from tests.test_readme import blocks_of
 
 pytestmark = [pytest.mark.xdist_group("kubernetes"), pytest.mark.slow, pytest.mark.timeout(300)]
@@ -107,6 +107,12 @@ def module_path() -> str:
     return os.environ.get("PYTHONPATH") or f"{ROOT / 'src'}{os.pathsep}{ROOT}"
 
 
+def find_client() -> int:
+    """Return the process that talks to the cluster for a head."""
+    (client,) = [pid for pid in descendants() if "kubernetes.client" in command_of(pid)]
+    return client
+
+
 class KubeDoor(Door):
     """Knows workers by their process ids here: in its container every worker has the same."""
 
@@ -117,16 +123,6 @@ class KubeDoor(Door):
     def await_join(self, fleet: Fleet) -> Join:
         join = super().await_join(fleet)
         return msgspec.structs.replace(join, pid=self._cluster.pid_of(join.hostname))
-
-
-class KubeEnv(ClusterEnv):
-    """Knows workers by their process ids here."""
-
-    cluster: ClassVar[KubeCluster]
-
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        return tuple(self.cluster.pid_of(worker.host or "") for worker in self.workers)
 
 
 def launch(
@@ -184,12 +180,17 @@ class TestKubernetesLauncher(LauncherContract):
         assert {f"closed in {pod}" for pod in pods} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_the_objects_of_a_run_are_those_of_the_manual(laptop: KubeCluster) -> None:
+def test_the_objects_of_a_run_are_those_of_the_manual(laptop: KubeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/home/ada/train_ppo.py"])
+    monkeypatch.setenv("LOGNAME", "Ada L.")
     launcher = make(labels={"team": "walkers"}, cpus=0.5, tolerations=["spot=true:NoSchedule"])
     with launch(launcher, make_located) as envs:
         hosts = envs.get_attr("host")
         (job,), (secret,) = (laptop.objects(kind) for kind in ("jobs", "secrets"))
         pods = laptop.workers()
+        whose = {f"clusterenv/{name}": value for name, value in (("name", "train-ppo"), ("user", "ada-l"))}
+        for each in (job, secret, *laptop.objects("pods")):
+            assert whose.items() <= each["metadata"]["labels"].items()
         assert sorted(set(hosts)) == sorted(pod["metadata"]["name"] for pod in pods)
         for owned in (secret, *pods):
             assert [owner["uid"] for owner in owned["metadata"]["ownerReferences"]] == [job["metadata"]["uid"]]
@@ -392,7 +393,7 @@ def test_if_the_heads_machine_is_lost_kubernetes_removes_everything_after_the_le
     bed: KubeCluster, seconds: Callable[[], float]
 ) -> None:
     head = start_head("time.sleep(60)", lease_s=10)
-    (client,) = [pid for pid in descendants() if b"kubernetes.client" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    client = find_client()
     try:
         os.kill(client, signal.SIGKILL)
         head.kill()
@@ -406,14 +407,14 @@ def test_if_the_heads_machine_is_lost_kubernetes_removes_everything_after_the_le
 def test_a_head_in_a_pod_needs_one_command_and_goes_with_all_it_has(
     bed: KubeCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = tmp_path / "my_training.py"
+    script = tmp_path / "My training (2).py"
     script.write_text(HEAD.format(image="any", lease_s=600, then="time.sleep(60)"))
     options = [f"--env=PYTHONPATH={module_path()}", f"--env={MARK}={os.environ[MARK]}"]
     assert main(["launch", "kubernetes", "--image", "any", *options, "--head", str(script)]) == 0
     manifests = capsys.readouterr().out
     bed.kubectl("apply", "--filename=-", stdin=manifests)
     try:
-        job = next(name for name in bed.remains() if name.startswith("job.batch/my-training"))
+        job = next(name for name in bed.remains() if name.startswith("job.batch/my-training-2-"))
         bed.wait_until(lambda: "ready" in bed.kubectl("logs", job, "--ignore-errors"), 30.0)
         (head,) = [pod for pod in bed.objects("pods") if "my-training" in pod["metadata"]["name"]]
         (anchor,) = [each for each in bed.objects("jobs") if each["metadata"]["name"].startswith("clusterenv-")]
@@ -529,8 +530,7 @@ def test_a_client_that_dies_is_replaced_and_nobody_else_notices(bed: KubeCluster
     fleet = make().launch(door.ticket, NUM_WORKERS)
     try:
         joins = {join.worker_index: join for join in (door.await_join(fleet), door.await_join(fleet))}
-        (client,) = [pid for pid in descendants() if b"kubernetes.client" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(client, signal.SIGKILL)
+        os.kill(find_client(), signal.SIGKILL)
         os.kill(joins[1].pid, signal.SIGKILL)
         assert "killed by SIGKILL" in door.await_exit(fleet, 1)
         fleet.restart(1)
@@ -538,6 +538,13 @@ def test_a_client_that_dies_is_replaced_and_nobody_else_notices(bed: KubeCluster
         assert fleet.exits() == {}
     finally:
         fleet.stop(0.0)
+
+
+def test_close_leaves_nothing_even_if_the_client_has_just_died(bed: KubeCluster) -> None:
+    with launch(make()) as envs:
+        envs.reset(seed=1)
+        os.kill(find_client(), signal.SIGKILL)
+    assert bed.remains() == []
 
 
 def test_a_cluster_that_nobody_can_log_in_to_any_more_is_told(
@@ -550,8 +557,7 @@ def test_a_cluster_that_nobody_can_log_in_to_any_more_is_told(
     try:
         door.await_join(fleet)
         config.unlink()
-        (client,) = [pid for pid in descendants() if b"kubernetes.client" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(client, signal.SIGKILL)
+        os.kill(find_client(), signal.SIGKILL)
         fleet.restart(0)
         assert "could not be started: There is no cluster" in door.await_exit(fleet, 0)
         assert door.longest_s < AT_ONCE_S
@@ -573,6 +579,23 @@ def test_if_somebody_deletes_the_job_that_owns_the_workers_others_are_started(be
         (again,) = bed.objects("jobs")
         assert again["metadata"]["uid"] != job["metadata"]["uid"]
         assert len(bed.objects("secrets")) == 1
+
+
+def test_who_takes_over_from_a_client_that_made_the_job_again_starts_workers_that_stay(bed: KubeCluster) -> None:
+    with launch(make()) as envs:
+        envs.reset(seed=1)
+        (job,) = bed.objects("jobs")
+        bed.kubectl("delete", "job", job["metadata"]["name"])
+        while len(envs.losses) < NUM_WORKERS:
+            envs.step(np.zeros(4, np.int64))
+        os.kill(find_client(), signal.SIGKILL)
+        os.kill(envs.worker_pids[0], signal.SIGKILL)
+        while len(envs.losses) < NUM_WORKERS + 1:
+            envs.step(np.zeros(4, np.int64))
+        (again,) = bed.objects("jobs")
+        for pod in bed.workers():
+            assert [owner["uid"] for owner in pod["metadata"]["ownerReferences"]] == [again["metadata"]["uid"]]
+        assert len(envs.losses) == NUM_WORKERS + 1
 
 
 def test_a_sidecar_does_not_hide_that_the_worker_has_ended(bed: KubeCluster, door: Door) -> None:

@@ -30,7 +30,7 @@ DOCS = Path(__file__).parent.parent / "docs" / "kubernetes.md"
 TICKET = Ticket(endpoint="tcp://10.0.0.5:40123", head_key="h" * 40, public_key="p" * 40, secret_key="s" * 40)
 VERSIONS = sorted({v for v in all_versions() if int(v.split(".")[1]) >= 24}, key=lambda v: int(v.split(".")[1]))
 
-FULL = {
+FULL: dict[str, Any] = {
     "image": "registry.example.org/rl:1",
     "namespace": "lab",
     "cpus": 2.5,
@@ -187,8 +187,34 @@ def test_dry_run_prints_what_is_created_without_a_ticket(capsys: pytest.CaptureF
     assert main(["launch", "kubernetes", "--image=rl:1", "--num-workers=2", "--tolerations=spot", "--dry-run"]) == 0
     anchor, secret, *pods = objects_of(capsys.readouterr().out)
     assert (anchor["kind"], secret["kind"]) == ("Job", "Secret")
+    assert anchor["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 1, "nobody waits for it"
     assert [pod["metadata"]["name"] for pod in pods] == ["clusterenv-run-0", "clusterenv-run-1"]
     assert pods[0]["spec"]["tolerations"] == [{"key": "spot", "operator": "Exists"}]
+
+
+def test_every_object_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/home/ada/My Runs/train_ppo.v2.py"])
+    monkeypatch.setenv("LOGNAME", "Ada L.")
+    launcher = KubernetesLauncher(**FULL)
+    for text in (launcher.render(1), launcher.render_indexed_job(1)):
+        for each in objects_of(text):
+            for metadata in metadata_of(each):
+                labels = metadata["labels"]
+                assert (labels["clusterenv/name"], labels["clusterenv/user"]) == ("train-ppo-v2", "ada-l")
+    script = tmp_path / "Train it!.py"
+    script.touch()
+    *_, config, head = objects_of(launcher.render_head(script))
+    assert list(config["data"]) == ["Train-it-.py"], "no other characters may be in a key"
+    assert head["spec"]["template"]["spec"]["containers"][0]["command"] == ["python", "/clusterenv/Train-it-.py"]
+    for metadata in metadata_of(head):
+        assert (metadata["labels"]["clusterenv/name"], metadata["labels"]["clusterenv/user"]) == ("train-it", "ada-l")
+    assert {"name": "USER", "value": "ada-l"} in head["spec"]["template"]["spec"]["containers"][0]["env"]
+
+
+def metadata_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return that of an object, and of the Pods it makes."""
+    template = manifest.get("spec", {}).get("template")
+    return [manifest["metadata"], *([template["metadata"]] if template else [])]
 
 
 def test_an_indexed_job_mounts_the_ticket(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

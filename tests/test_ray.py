@@ -16,7 +16,7 @@ import gymnasium as gym
 import pytest
 from gymnasium.vector import SyncVectorEnv
 
-from clusterenv import ClusterEnv, LocalLauncher, Network, RayLauncher
+from clusterenv import ClusterEnv, Network, RayLauncher
 from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.launchers.base import Launcher
 from tests.conftest import MARK, descendants, guardian_of, wait_until_gone
@@ -168,25 +168,6 @@ def test_the_cluster_of_a_ray_job_is_used(cluster: RayCluster, monkeypatch: pyte
         (worker,) = envs.worker_pids
         raylet = parent_of(parent_of(guardian_of(worker)))
         assert str(cluster.directory) in command_of(raylet)
-
-
-def test_the_example_learns_the_same_with_one_argument_changed(cluster: RayCluster) -> None:
-    from examples import ppo
-
-    returns = {}
-    for launcher in (LocalLauncher(), cluster.launcher()):
-        args = ppo.Args(
-            env_id="CartPole-v1",
-            total_timesteps=2048,
-            num_envs=4,
-            num_workers=2,
-            num_steps=64,
-            track=False,
-            launcher=launcher,
-        )
-        returns[type(launcher)] = ppo.train(args)
-    assert len(returns[RayLauncher]) > 10
-    assert returns[RayLauncher] == returns[LocalLauncher]
 
 
 def test_the_block_of_the_manual_runs(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -507,3 +507,43 @@ def test_a_node_that_is_lost_is_survived_on_the_others(fragile: SlurmCluster, tm
         assert infos["worker_lost"].tolist() == [False, False, True, True]
         assert envs.get_attr("host") == ("n1", "n1", "n1", "n1")
         envs.rollout(Linear(seed=1), 4)
+
+
+@pytest.fixture
+def larger(tmp_path: Path, login: SlurmCluster) -> Iterator[SlurmCluster]:
+    """A cluster of the test's own with three nodes, which takes as long as most to find that one is dead."""
+    with slurm_cluster(tmp_path, num_nodes=3, node_timeout_s=300) as cluster, cluster.logged_in():
+        yield cluster
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [(1, 2), (0, 1)], ids=["the last", "the first, where the job's script runs"])
+def test_two_nodes_that_die_at_once_are_survived_on_the_third(
+    larger: SlurmCluster, tmp_path: Path, dead: tuple[int, int]
+) -> None:
+    launcher = SlurmLauncher(nodes=3, log_dir=tmp_path / "logs")
+    with launch(launcher, 3, make_located, timeouts=IMPATIENT) as envs:
+        assert envs.get_attr("host") == ("n1", "n1", "n2", "n2", "n3", "n3")
+        envs.reset(seed=1)
+        for index in dead:
+            larger.kill_node(larger.nodes[index])
+        infos = envs.step(np.zeros(6, np.int64))[-1]
+        assert infos["worker_lost"].tolist() == [env_index // 2 in dead for env_index in range(6)]
+        (host,) = set(envs.get_attr("host"))
+        assert host not in [larger.nodes[index].name for index in dead]
+        assert sorted(loss.worker_index for loss in envs.losses) == list(dead)
+        envs.rollout(Linear(seed=1), 4)
+
+
+@pytest.mark.slow
+def test_when_all_nodes_die_at_once_and_none_comes_back_a_sentence_says_what_became_of_the_job(
+    fragile: SlurmCluster, tmp_path: Path
+) -> None:
+    launcher = SlurmLauncher(nodes=2, log_dir=tmp_path / "logs")
+    impatient = Timeouts(join_s=15, call_s=30, close_s=5, silence_s=3)
+    with launch(launcher, 2, timeouts=impatient) as envs:
+        envs.reset(seed=1)
+        for node in fragile.nodes:
+            fragile.kill_node(node)
+        with pytest.raises(WorkerLost, match=r"srun ended in job \d+|job \d+ (was|is|lost|has)"):
+            step_for_ever(envs)

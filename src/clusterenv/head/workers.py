@@ -240,7 +240,9 @@ class Workers:
                 if isinstance(action, Restart):
                     self._restart(action.worker)
                 elif isinstance(action, GiveUp):
-                    self._lose(action.worker, f"{action.reason}. {log_of(self.fleet, action.worker)}")
+                    awaited = self.fleet.status() if action.worker.state is WorkerState.STARTING else ""
+                    reason = f"{action.reason} ({awaited})" if awaited else action.reason
+                    self._lose(action.worker, f"{reason}. {log_of(self.fleet, action.worker)}")
                 else:
                     self._prepare(action)
             if missing := self.supervisor.missing:

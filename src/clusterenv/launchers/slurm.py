@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -177,7 +177,7 @@ class SlurmLauncher:
             job=self._sbatch(num_workers),
             script=lambda log_dir: self._script(num_workers, log_dir),
             step=self._step(num_workers, self._job_id or ""),
-            one=lambda job_id, node, index: [*_single_step(job_id, node), *self._share(), *self._shell(str(index))],
+            one=lambda job_id, where, index: [*_single_step(job_id, where), *self._share(), *self._shell(str(index))],
             alone=_single_step,
             environment=job_environment({TICKET_VARIABLE: ticket.encode()}),
         )
@@ -300,9 +300,8 @@ class SlurmLauncher:
         return ["bash", "-c", "\n".join(lines)]
 
 
-def _single_step(job_id: str, node: str | None) -> list[str]:
+def _single_step(job_id: str, where: Sequence[str]) -> list[str]:
     """Return the beginning of a command that runs something once in a job that runs, beside its other steps."""
-    where = [] if node is None else [f"--nodelist={node}"]
     return [*_STEP, f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", *where]
 
 

@@ -6,7 +6,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,9 @@ _DECIDE_S = 5.0  # How long to wait for Slurm's word on a job before going by wh
 _SETTLE_S = 30.0  # How long to wait for what becomes of a job that is just ending.
 _LAST_WORDS_S = 0.5  # How long to wait for Slurm to say that not only this worker ended, but its job.
 _POLL_S = 0.05
+_SUSPECT_S = (
+    600.0  # How long to avoid a node: Slurm itself takes 300 s to find that one is dead, if not told otherwise.
+)
 
 # Ends a worker by its guardian, with all it has started; or else the guardian.
 _END = """
@@ -39,16 +42,16 @@ class SlurmCommands:
         job: The `sbatch --parsable` of all workers.
         script: The batch script for it, given the directory for its log.
         step: The `srun` of all workers, for a head that is in a job itself.
-        one: An `srun` of one worker in a job, given the job's number, the node to use if it matters, and the index.
-        alone: The beginning of an `srun` of something else, given the job's number and the node.
+        one: An `srun` of one worker in a job, given the job's number, where in it (options of srun), and the index.
+        alone: The beginning of an `srun` of something else, given the job's number and where.
         environment: For all of them; the ticket is in it.
     """
 
     job: list[str]
     script: Callable[[Path], str]
     step: list[str]
-    one: Callable[[str, str | None, int], list[str]]
-    alone: Callable[[str, str | None], list[str]]
+    one: Callable[[str, Sequence[str], int], list[str]]
+    alone: Callable[[str, Sequence[str]], list[str]]
     environment: dict[str, str]
 
 
@@ -77,6 +80,7 @@ class SlurmFleet:
         self._fresh: set[int] = set()  # Those that are back with a run that began before anybody asked for them.
         self._run = ("", 0)
         self._ended_at: dict[int, float] = {}
+        self._suspected_at: dict[str, float] = {}  # Nodes whose workers were not seen to end, and when.
         try:
             if job_id is not None:
                 with uninterrupted():
@@ -211,9 +215,9 @@ class SlurmFleet:
     def _start_one(self, worker_index: int) -> str:
         """Start one step more in the job that runs, on the CPUs that the worker's predecessor leaves free."""
         try:
-            node = self._vacate(worker_index)
+            where = self._vacate(worker_index)
             self._retire(worker_index)
-            command = self._commands.one(self._all.id, node, worker_index)
+            command = self._commands.one(self._all.id, where, worker_index)
             with uninterrupted():
                 step = SlurmStep(command, self._commands.environment, self._log_dir, self._all.id)
                 self._replacements[worker_index] = step
@@ -222,23 +226,29 @@ class SlurmFleet:
             return str(error)
         return ""
 
-    def _vacate(self, worker_index: int) -> str | None:
-        """See to it that a worker ends; returns on which node to put its successor, None if on any.
+    def _vacate(self, worker_index: int) -> list[str]:
+        """See to it that a worker ends; returns srun's options that say where to put its successor.
 
         A worker that has not been seen to end hangs, or its node is dead or cut off. So it is ended without waiting for
-        that, and its successor had better be elsewhere.
+        that, and its successor had better be elsewhere, and not on another such node either.
         """
         holder = self._holder(worker_index)
         place = holder.places.get(worker_index)
-        if place is None or not self._all.has_node(place.node):
-            return None
-        if worker_index in holder.ends:
-            return place.node
-        end = ["bash", "-c", _END.format(group=place.process_group)]
-        command = [*self._commands.alone(self._all.id, place.node), *end]
-        with uninterrupted():
-            self._endings.append(SlurmStep(command, job_environment({}), None, self._all.id))
-        return None
+        if place is not None and self._all.has_node(place.node):
+            if worker_index in holder.ends:
+                return [f"--nodelist={place.node}"]
+            self._suspected_at[place.node] = time.monotonic()
+            end = ["bash", "-c", _END.format(group=place.process_group)]
+            command = [*self._commands.alone(self._all.id, [f"--nodelist={place.node}"]), *end]
+            with uninterrupted():
+                self._endings.append(SlurmStep(command, job_environment({}), None, self._all.id))
+        return self._avoid_suspects()
+
+    def _avoid_suspects(self) -> list[str]:
+        """Return the option that keeps a worker off nodes that may be dead, unless there are no others."""
+        since = time.monotonic() - _SUSPECT_S
+        suspects = {node for node, moment in self._suspected_at.items() if moment > since} & self._all.nodes
+        return [f"--exclude={','.join(sorted(suspects))}"] if suspects and suspects < self._all.nodes else []
 
     def _retire(self, worker_index: int) -> None:
         """Let a worker's own step end in the background, if it has one."""

@@ -132,6 +132,11 @@ class Holder:
         """The exit status of each worker of its latest run that has ended."""
         return self.log.ends
 
+    @property
+    def nodes(self) -> set[str]:
+        """The nodes it may use, as far as known."""
+        raise NotImplementedError
+
     def has_node(self, name: str) -> bool:
         """Whether a node it began with is still part of it."""
         return True
@@ -197,6 +202,11 @@ class Job(Holder):
     def _has_own_log(self) -> bool:
         """Whether what the log says is of the latest run: Slurm may know of that before its first line is there."""
         return self.log.num_runs >= self.num_runs
+
+    @property
+    def nodes(self) -> set[str]:
+        """The nodes that are part of it."""
+        return self._nodes
 
     def has_node(self, name: str) -> bool:
         """Whether a node is still part of it: one that fails is taken out."""
@@ -355,6 +365,11 @@ class SlurmStep(Holder):
         """How srun ended."""
         status = self._process.poll()
         return "" if status is None else f"srun ended in job {self.id}, {describe_exit(status)}"
+
+    @property
+    def nodes(self) -> set[str]:
+        """Those of the job that the head is in."""
+        return set(expand_hosts(os.environ.get("SLURM_JOB_NODELIST", "")))
 
     def end(self) -> None:
         """Tell it to end, and wait for nothing: `reap` sees to the rest."""

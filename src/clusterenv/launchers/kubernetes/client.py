@@ -108,11 +108,15 @@ class _Client:
         self._followers: dict[str, threading.Thread] = {}
         self._anchor = _Anchor(api, plan)
         self._renew_at = float("inf")
-        self._has_started = False
+        self._has_started = plan.takeover is not None
         self._parent = os.getppid()
         self._stop_at: float | None = None
         self._steps = self._remove()
         self._is_done = False
+        if plan.takeover is not None:  # Before anybody is to be replaced: the head may ask for that at once.
+            for seat in self._seats:
+                seat.incarnation, seat.is_created = plan.takeover.incarnations[seat.index], True
+                self._names[self._name_of(seat)] = seat
 
     def run(self) -> None:
         """Do all there is to do."""
@@ -194,15 +198,10 @@ class _Client:
             return
         self._renew_at = time.monotonic() + self._plan.lease_s / _RENEWALS
         threading.Thread(target=self._heard, args=(self._watch,), daemon=True).start()
-        takeover = self._plan.takeover
         for seat in self._seats:
-            if takeover is None:
+            if self._plan.takeover is None:
                 seat.give_up_at = time.monotonic() + _START_S
                 self._create(seat)
-            else:
-                seat.incarnation = takeover.incarnations[seat.index]
-                seat.is_created = True
-                self._names[self._name_of(seat)] = seat
         self._check_started()
 
     def _check_started(self) -> None:
@@ -314,11 +313,16 @@ class _Client:
                 self._names.pop(name)
             elif seat.pod is not None and seat.pod["metadata"]["name"] == name:
                 self._note_pod(seat.pod, is_gone=True)
-            elif self._plan.takeover is not None and seat.is_created and seat.pod is None:
+            elif seat.pod is None and self._is_inherited(seat):  # Others may have been created since the list was made.
                 self._names.pop(name)
                 self._tell(seat, PodState("ended", f"Pod {name} is gone"))
         for pod in pods:
             self._note_pod(pod, is_gone=False)
+
+    def _is_inherited(self, seat: _Seat) -> bool:
+        """Whether a predecessor of this client has started the worker."""
+        takeover = self._plan.takeover
+        return takeover is not None and seat.incarnation == takeover.incarnations[seat.index]
 
     def _note_pod(self, pod: dict[str, Any], is_gone: bool) -> None:
         name = pod["metadata"]["name"]
@@ -411,8 +415,7 @@ class _Client:
     def _follow(self, pod: dict[str, Any]) -> None:
         """Keep what a worker prints, if it is to be kept."""
         name, worker_index = pod["metadata"]["name"], int(pod["metadata"]["labels"][WORKER_LABEL])
-        takeover = self._plan.takeover
-        if takeover is not None and self._seats[worker_index].incarnation == takeover.incarnations[worker_index]:
+        if self._is_inherited(self._seats[worker_index]):
             return  # How much of it was kept, only the predecessor knew.
         if self._plan.log_dir is None or name in self._followers:
             return
@@ -567,7 +570,9 @@ class _Anchor:
                 with contextlib.suppress(Refusal):  # It is being removed with the Job that owned it.
                     self._api.request("DELETE", self._api.path("secrets", self._plan.secret["metadata"]["name"]))
                 self.create()
-            elif not self._has_secret:
+                return
+            self.uid = answer["metadata"]["uid"]  # A predecessor may have had to create it again.
+            if not self._has_secret:
                 self._create_secret()
 
     def delete(self) -> None:

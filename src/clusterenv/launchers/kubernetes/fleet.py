@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 _START_S = 60.0
 _TAIL_S = 2.5  # Errors had better come without a log than late: its node may be cut off.
 _REMOVE_S = 30.0  # More than the client needs to remove everything, also of nodes that do not answer.
-_MAX_CLIENTS = 5
+_MAX_CLIENTS = 5  # That die one after the other,
+_SOON_S = 60.0  # in so short a time: the next one would, too.
 _MAX_TEXTS = 3
 _READ_BYTES = 1 << 16
 
@@ -62,7 +63,7 @@ class KubernetesFleet:
         self._anchor_uid = ""
         self._refusal = ""
         self._left: str | None = None
-        self._num_clients = 0
+        self._replaced_at: list[float] = []
         self._client: _Client | None = None
         self._is_stopping = False
         self._began_at = time.monotonic()
@@ -129,8 +130,10 @@ class KubernetesFleet:
         if self._client is None:
             return
         self._is_stopping = True
-        self._send(Stop(timeout_s))
-        self._await(lambda: self._left is not None, timeout_s + _REMOVE_S)
+        self._have_removed(timeout_s)
+        if self._client.has_ended and self._left is None and not self._refusal:  # It died before it was through.
+            self._replace_client()
+            self._have_removed(0.0)
         if self._left is None or self._left:
             log.warning(
                 "could not remove everything from the cluster (%s); Kubernetes does within %d s",
@@ -141,6 +144,10 @@ class KubernetesFleet:
             self._client.close()
             self._client = None
 
+    def _have_removed(self, timeout_s: float) -> None:
+        self._send(Stop(timeout_s))
+        self._await(lambda: self._left is not None, timeout_s + _REMOVE_S)
+
     def _look(self) -> None:
         """Note what the client has told. Never waits."""
         if self._client is None:
@@ -148,7 +155,9 @@ class KubernetesFleet:
         for reply in self._client.replies():
             self._note(reply)
         if self._client.has_ended and not self._is_stopping and self._anchor_uid:
-            if self._num_clients < _MAX_CLIENTS:
+            soon = time.monotonic() - _SOON_S
+            self._replaced_at = [moment for moment in self._replaced_at if moment > soon]
+            if len(self._replaced_at) < _MAX_CLIENTS:
                 self._replace_client()
             else:
                 self._give_up()
@@ -172,7 +181,7 @@ class KubernetesFleet:
         log.warning("%s; another takes over", self._describe_client())
         with uninterrupted():
             self._client.close()
-            self._num_clients += 1
+            self._replaced_at.append(time.monotonic())
             takeover = Takeover(self._anchor_uid, time.monotonic() - self._began_at, list(self._incarnations))
             self._client = _Client(msgspec.structs.replace(self._plan, takeover=takeover))
 

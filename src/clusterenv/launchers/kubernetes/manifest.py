@@ -11,12 +11,16 @@ from typing import Any
 
 from clusterenv.config import thread_variables
 from clusterenv.errors import ConfigError
+from clusterenv.launchers.base import run_labels
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE
 
 Manifest = dict[str, Any]
 
+APP_LABEL, APP = "app.kubernetes.io/name", "clusterenv"
 RUN_LABEL = "clusterenv/run"
 WORKER_LABEL = "clusterenv/worker"
+NAME_LABEL = "clusterenv/name"
+USER_LABEL = "clusterenv/user"
 CONTAINER = "worker"
 
 # All that a head does in its namespace. The client checks these before it begins, and docs/kubernetes.md shows them.
@@ -46,6 +50,7 @@ _WAIT_FOR_THE_END = (
 _LITTLE = {"cpu": "10m", "memory": "32Mi"}
 _NOT_FOR_ANCHORS = ("containers", "initContainers", "volumes")
 _MAX_ANCHORS = 1000
+_ANCHOR_GRACE_S = 1
 
 # Lists whose items have names.
 _KEYS = {
@@ -78,7 +83,7 @@ class Recipe:
 
 
 class Manifests:
-    """The objects of one run.
+    """The objects of one run, labelled with the names of the script and of the user who runs it.
 
     Attributes:
         run: What tells its objects from another run's.
@@ -87,6 +92,8 @@ class Manifests:
     def __init__(self, recipe: Recipe, run: str) -> None:
         self.run = run
         self._recipe = recipe
+        whose = run_labels()
+        self._name, self._user = whose["run"], whose["user"]
 
     @property
     def name(self) -> str:
@@ -127,7 +134,9 @@ class Manifests:
         container = {name: worker[name] for name in ("image", "command", "env", "securityContext") if name in worker}
         container |= {"name": "anchor", "resources": {"requests": _LITTLE, "limits": {"memory": _LITTLE["memory"]}}}
         spec = {name: value for name, value in pod["spec"].items() if name not in _NOT_FOR_ANCHORS}
-        pod = {"metadata": {"labels": self._labels()}, "spec": spec | {"containers": [container]}}
+        # Asked to go before it listens, it would use up all the grace there is.
+        spec |= {"containers": [container], "terminationGracePeriodSeconds": _ANCHOR_GRACE_S}
+        pod = {"metadata": {"labels": self._labels()}, "spec": spec}
         return {
             "apiVersion": "batch/v1",
             "kind": "Job",
@@ -175,8 +184,10 @@ class Manifests:
             raise ConfigError(f"The script {script} cannot be read: {error}.") from error
         if len(text.encode()) > _SCRIPT_BYTES // 2:
             raise ConfigError(f"The script {script} is too long for a ConfigMap: build it into the image.")
-        stem = re.sub(r"[^a-z0-9]+", "-", script.stem.lower()).strip("-")[:40] or "head"
+        stem = re.sub(r"[^a-z0-9]+", "-", script.stem.lower()).strip("-")[:40].strip("-") or "head"
         job = f"{stem}-{self.run}"
+        file = f"{re.sub(r'[^-._a-zA-Z0-9]+', '-', script.stem)}.py"  # What a ConfigMap takes as a key.
+        labels = {APP_LABEL: APP, NAME_LABEL: stem, USER_LABEL: self._user}
         return [
             {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": self._named(_HEAD)},
             self.role(),
@@ -187,8 +198,8 @@ class Manifests:
                 "subjects": [{"kind": "ServiceAccount", **self._named(_HEAD)}],
                 "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": _HEAD},
             },
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._named(job), "data": {script.name: text}},
-            self._head_job(job, script.name),
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._named(job), "data": {file: text}},
+            self._head_job(job, file, labels),
         ]
 
     def role(self) -> Manifest:
@@ -204,9 +215,10 @@ class Manifests:
             "rules": rules,
         }
 
-    def _head_job(self, name: str, script: str) -> Manifest:
+    def _head_job(self, name: str, script: str, labels: dict[str, str]) -> Manifest:
         recipe = self._recipe
-        variables = {"PYTHONUNBUFFERED": "1"} | recipe.env
+        # Whose workers they are: in the container there is somebody else, or nobody.
+        variables = {"PYTHONUNBUFFERED": "1", "USER": self._user} | recipe.env
         container = {
             "name": "head",
             "image": recipe.image,
@@ -225,11 +237,11 @@ class Manifests:
         return {
             "apiVersion": "batch/v1",
             "kind": "Job",
-            "metadata": {**self._named(name), "labels": {"app.kubernetes.io/name": "clusterenv"}},
+            "metadata": {**self._named(name), "labels": labels},
             "spec": {
                 "backoffLimit": 0,
                 "ttlSecondsAfterFinished": _HEAD_KEPT_S,
-                "template": {"metadata": {"labels": {"app.kubernetes.io/name": "clusterenv"}}, "spec": spec},
+                "template": {"metadata": {"labels": labels}, "spec": spec},
             },
         }
 
@@ -269,7 +281,7 @@ class Manifests:
         return pod
 
     def _labels(self) -> dict[str, str]:
-        return {"app.kubernetes.io/name": "clusterenv", RUN_LABEL: self.run}
+        return {APP_LABEL: APP, RUN_LABEL: self.run, NAME_LABEL: self._name, USER_LABEL: self._user}
 
     def _named(self, name: str) -> Manifest:
         return {"name": name, **self._space()}
