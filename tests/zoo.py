@@ -6,12 +6,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
 from torch import nn
 from torch.nn.utils import parametrizations
+
+from tests.any_space import AnySpace as AnySpace
 
 torch.set_num_threads(1)
 
@@ -25,31 +26,6 @@ DISCRETE = spaces.Discrete(3)
 MULTI = spaces.MultiDiscrete([2, 3])
 BINARY = spaces.MultiBinary(3)
 CONTINUOUS = spaces.Box(-np.inf, np.inf, (2,), np.float32)
-
-
-class AnySpace(gym.Env[Any, Any]):
-    """Shows anything, for episodes of seven steps."""
-
-    def __init__(self, observation_space: Any, action_space: Any) -> None:
-        self.observation_space, self.action_space = observation_space, action_space
-        self._steps = 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        if seed is not None:
-            self.observation_space.seed(seed)
-        self._steps = 0
-        return self._look(), {}
-
-    def step(self, action: Any) -> Any:
-        self._steps += 1
-        return self._look(), 1.0, self._steps == 7, False, {}
-
-    def _look(self) -> Any:
-        seen = self.observation_space.sample()
-        if isinstance(seen, dict):
-            seen["mask"][0] = 1  # Something is always allowed.
-        return seen
 
 
 class Base(nn.Module):

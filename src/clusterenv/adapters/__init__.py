@@ -33,6 +33,14 @@ def as_policy(agent: object) -> Policy:
         from clusterenv.adapters.torch import TorchPolicy
 
         return TorchPolicy(agent)  # type: ignore[arg-type]  # TorchPolicy refuses what is not an nn.Module
+    if origins & {"flax", "equinox"}:
+        params = ", params" if "flax.linen.module" in {base.__module__ for base in type(agent).__mro__} else ""
+        raise PolicyError(
+            f"Cannot tell what a {type(agent).__name__} returns. Say so in one line:\n\n"
+            f"    from clusterenv.adapters.jax import JaxPolicy\n"
+            f'    policy = JaxPolicy(agent{params}, output="logits")  # or "q", "action", "gaussian", "squashed"\n\n'
+            "and give `policy` to ClusterEnv in place of the agent."
+        )
     if callable(agent):
         return FunctionPolicy(agent, _array_kinds())
     raise PolicyError(
