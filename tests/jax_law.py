@@ -109,14 +109,14 @@ def _move(leaf: Any, rng: np.random.Generator) -> Any:
 
 def by_linen(module: Any = None, space: Any = VECTOR) -> Agent:
     module = module or Linen()
-    variables = module.init(jax.random.key(0), jnp.zeros((1, *space.shape)))
+    variables = jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, *space.shape)))
     policy = JaxPolicy(module, variables, output="logits")
     return Agent(policy, lambda obs: module.apply(policy.params, obs), (space, DISCRETE))
 
 
 def by_bare_params() -> Agent:
     module = Linen()
-    policy = JaxPolicy(module, module.init(jax.random.key(0), jnp.zeros((1, 6)))["params"], output="logits")
+    policy = JaxPolicy(module, jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, 6)))["params"], output="logits")
     return Agent(policy, lambda obs: module.apply({"params": policy.params}, obs))
 
 
@@ -128,7 +128,7 @@ def by_nnx() -> Agent:
     """In train mode but for dropout: batch norms act by their running statistics all the same."""
     model = Stateful(nnx.Rngs(0))
     model.drop.deterministic = True
-    optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
 
     def answer(obs: Any) -> Any:
         model.norm.use_running_average = True
@@ -173,7 +173,7 @@ def by_function_with_a_closure() -> Agent:
         policy.params = disturbed(policy.params)
         settings["temperature"] += 1.0
 
-    policy = JaxPolicy(apply, module.init(jax.random.key(0), jnp.zeros((1, 6))), output="logits")
+    policy = JaxPolicy(apply, jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, 6))), output="logits")
     return Agent(policy, lambda obs: apply(policy.params, obs), learn=learn)
 
 
@@ -191,7 +191,7 @@ def by_masks() -> Agent:
         logits, value = module.apply(params, obs["body"])
         return jnp.where(obs["mask"] != 0, logits, -1e8), value
 
-    policy = JaxPolicy(apply, module.init(jax.random.key(0), jnp.zeros((1, 6))), output="logits")
+    policy = JaxPolicy(apply, jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, 6))), output="logits")
     return Agent(policy, lambda obs: apply(policy.params, obs), (DICT, DISCRETE))
 
 
@@ -227,19 +227,23 @@ def flat(tree: Any) -> Any:
 
 def opinion(agent: Agent, rollout: Rollout) -> tuple[Any, Any]:
     """Return the network's own log-probabilities and values of a rollout's actions."""
-    first, *others = agent.answer(flat(rollout.obs))
+    first, *others = jax.device_get(agent.answer(flat(rollout.obs)))
     actions = rollout.actions.reshape(-1, *rollout.actions.shape[2:])
     if agent.spaces[1] is CONTINUOUS:
-        std = jnp.exp(others.pop(0))
-        logprob = jax.scipy.stats.norm.logpdf(actions, first, std).sum(-1)
+        log_std = others.pop(0)
+        logprob = (-0.5 * ((actions - first) / np.exp(log_std)) ** 2 - log_std - 0.5 * np.log(2 * np.pi)).sum(-1)
     else:
         columns = actions.reshape(len(actions), -1).T
         parts = first if isinstance(first, list) else [first]
         logprob = sum(
-            jax.nn.log_softmax(part.astype(jnp.float32))[jnp.arange(len(column)), column]
-            for part, column in zip(parts, columns, strict=True)
+            log_softmax(part)[np.arange(len(column)), column] for part, column in zip(parts, columns, strict=True)
         )
-    return np.asarray(logprob), np.asarray(others[0].astype(jnp.float32)).reshape(-1)
+    return logprob, others[0].astype(np.float64).reshape(-1)
+
+
+def log_softmax(logits: Any) -> Any:
+    logits = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 def check(agent: Agent, rollout: Rollout) -> None:
@@ -283,7 +287,7 @@ def test_workers_return_what_the_network_itself_returns() -> None:
         for _ in range(3):
             logits, value = agent.answer(obs)
             obs, _, _, _, info = envs.step(agent.policy)
-            logprob = jax.nn.log_softmax(logits)[jnp.arange(5), info["action"]]
+            logprob = log_softmax(np.asarray(logits))[np.arange(5), info["action"]]
             np.testing.assert_allclose(info["logprob"], logprob, rtol=1e-4, atol=1e-6)
             np.testing.assert_allclose(info["value"], value[:, 0], rtol=1e-4, atol=1e-6)
             agent.update()
@@ -331,7 +335,7 @@ def test_a_network_may_draw_its_own_actions() -> None:
 
 def test_a_recurrent_state_is_carried_on_and_begins_anew_with_each_episode() -> None:
     cell = linen.GRUCell(8)
-    params = cell.init(jax.random.key(0), jnp.zeros((1, 8)), jnp.zeros((1, 6)))
+    params = jax.jit(cell.init)(jax.random.key(0), jnp.zeros((1, 8)), jnp.zeros((1, 6)))
 
     def step(params: Any, obs: Any, state: Any) -> Any:
         hidden, _ = cell.apply(params, state["h"], obs)

@@ -11,11 +11,17 @@ from tests.learner_venvs import ROOT, run_with
 from tests.test_readme import blocks_of
 
 # One process: the interpreter is made once. The first time, it is installed.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000), pytest.mark.xdist_group("jax")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.xdist_group("jax")]
 
 
-def test_jax_networks_keep_the_law_of_policies(tmp_path: Path) -> None:
-    run_with("jax", tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/jax_law.py", timeout_s=600.0)
+def test_jax_can_be_installed_beside_torch(tmp_path: Path) -> None:
+    assert "flax" in run_with("jax", tmp_path, "-c", "import flax, torch; print(flax.__name__)")
+
+
+@pytest.mark.parametrize("those", ["exported", "not exported"])
+def test_jax_networks_keep_the_law_of_policies(those: str, tmp_path: Path) -> None:
+    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/jax_law.py", "-k", those]
+    assert " passed" in run_with("jax", tmp_path, *arguments, timeout_s=380.0)
 
 
 def test_the_recipe_trains(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ __all__ = ["as_policy", "as_travelling_policy"]
 
 
 def as_policy(agent: object) -> Policy:
-    """Return the agent if it is a policy already, otherwise wrap it: a torch module, an SB3 model, a plain function.
+    """Return the agent if it is a policy already, otherwise wrap it: a torch module, a TorchRL actor, ..., a function.
 
     Raises:
         PolicyError: It is none of these, or it is unclear how it chooses actions.
@@ -29,6 +29,10 @@ def as_policy(agent: object) -> Policy:
         from clusterenv.adapters.sb3_policy import sb3_policy
 
         return sb3_policy(agent)  # type: ignore[arg-type]  # it refuses what it does not know
+    if origins & {"tensordict", "torchrl"}:
+        from clusterenv.adapters.tensordict_policy import tensordict_policy
+
+        return tensordict_policy(agent)
     if "torch" in origins:
         from clusterenv.adapters.torch import TorchPolicy
 
