@@ -291,6 +291,49 @@ class Parametrised(Base):
         return nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 16)), nn.Tanh())
 
 
+class Remembering(nn.Module):
+    """CleanRL's recurrent agent: `get_action_and_value(x, state, done, action=None)`."""
+
+    layer: type[nn.LSTM] | type[nn.GRU] = nn.LSTM
+    num_layers = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
+        self.memory: Any = self.layer(16, 8, self.num_layers)
+        self.actor, self.critic = nn.Linear(8, 3), nn.Linear(8, 1)
+
+    def get_states(self, x: Any, state: Any, done: Any) -> Any:
+        parts = state if isinstance(state, tuple) else (state,)
+        num_envs = parts[0].shape[1]
+        hidden = self.encoder(x).reshape(-1, num_envs, 16)
+        outputs = []
+        for features, starts in zip(hidden, done.reshape(-1, num_envs), strict=True):
+            keeps = (1.0 - starts).view(1, -1, 1)
+            parts = tuple(keeps * part for part in parts)
+            output, new = self.memory(features[None], parts if isinstance(state, tuple) else parts[0])
+            parts = new if isinstance(new, tuple) else (new,)
+            outputs.append(output)
+        return torch.cat(outputs).flatten(0, 1), parts if isinstance(state, tuple) else parts[0]
+
+    def get_action_and_value(self, x: Any, state: Any, done: Any, action: Any = None) -> Any:
+        hidden, state = self.get_states(x, state, done)
+        probs = td.Categorical(logits=self.actor(hidden))
+        action = probs.sample() if action is None else action
+        return action, probs.log_prob(action), probs.entropy(), self.critic(hidden), state
+
+
+class RememberingByGates(Remembering):
+    layer = nn.GRU
+
+
+class RememberingInLayers(Remembering):
+    num_layers = 2
+
+
+RECURRENT: list[Callable[[], Any]] = [Remembering, RememberingByGates, RememberingInLayers]
+
+
 def bfloat() -> Base:
     return Base().to(torch.bfloat16)
 
