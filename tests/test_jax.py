@@ -19,9 +19,11 @@ def test_jax_can_be_installed_beside_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("those", ["exported", "not exported"])
-def test_jax_networks_keep_the_law_of_policies(those: str, tmp_path: Path) -> None:
-    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/jax_law.py", "-k", those]
-    assert " passed" in run_with("jax", tmp_path, *arguments, timeout_s=380.0)
+def test_jax_networks_keep_the_law_of_policies(those: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # Nearly all the time goes into compiling.
+    options = f"-q -p no:cacheprovider -p no:xdist --timeout 300 --basetemp {tmp_path / 'tests'}".split()
+    printed = run_with("jax", tmp_path, "-m", "pytest", *options, "tests/jax_law.py", "-k", those, timeout_s=380.0)
+    assert " passed" in printed
 
 
 def test_the_recipe_trains(tmp_path: Path) -> None:

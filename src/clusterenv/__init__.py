@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from clusterenv.config import Faults, Network, Timeouts
     from clusterenv.entry_points import make_vec, vector_entry_point
     from clusterenv.env import ClusterEnv
-    from clusterenv.errors import ClusterEnvError
+    from clusterenv.errors import ClusterEnvError, PolicyError, WorkerFailed, WorkerLost
     from clusterenv.head.stream import Stream
     from clusterenv.head.supervisor import Loss
     from clusterenv.launchers.by_hand import ByHandLauncher
@@ -43,6 +43,7 @@ __all__ = [
     "NeverSync",
     "PeriodicSync",
     "Policy",
+    "PolicyError",
     "RayLauncher",
     "RemoteObject",
     "Rollout",
@@ -50,6 +51,8 @@ __all__ = [
     "SlurmLauncher",
     "Stream",
     "Timeouts",
+    "WorkerFailed",
+    "WorkerLost",
     "errors",
     "log_stats",
     "make_vec",
@@ -76,6 +79,7 @@ _HOMES = {
     "NeverSync": "policy.sync",
     "PeriodicSync": "policy.sync",
     "Policy": "policy.policy",
+    "PolicyError": "errors",
     "RayLauncher": "launchers.ray",
     "RemoteObject": "wire.values",
     "Rollout": "rollout",
@@ -83,6 +87,8 @@ _HOMES = {
     "SlurmLauncher": "launchers.slurm",
     "Stream": "head.stream",
     "Timeouts": "config",
+    "WorkerFailed": "errors",
+    "WorkerLost": "errors",
     "log_stats": "scalars",
     "make_vec": "entry_points",
     "vector_entry_point": "entry_points",

@@ -24,7 +24,13 @@ def as_policy(agent: object) -> Policy:
         raise PolicyError(f"{agent.__name__} is a class; give an instance of it: {agent.__name__}(...).")
     if isinstance(agent, Policy):
         return agent
-    origins = {base.__module__.partition(".")[0] for base in type(agent).__mro__}
+    owner = getattr(agent, "__self__", None)
+    if getattr(agent, "__name__", "") == "predict" and "stable_baselines3" in _origins(owner):
+        raise PolicyError(
+            f"The predict of a {type(owner).__name__} returns (actions, state), not actions. Give the model itself: "
+            "envs.rollout(model, ...); or lambda obs: model.predict(obs)[0]."
+        )
+    origins = _origins(agent)
     if "stable_baselines3" in origins:
         from clusterenv.adapters.sb3_policy import sb3_policy
 
@@ -67,6 +73,11 @@ def as_travelling_policy(agent: object, extras: tuple[str, ...] | None = None) -
     if policy is agent and not hasattr(policy, "contents"):
         policy = TrackedPolicy(policy, _array_kinds())
     return policy if extras is None else Selected(policy, extras)
+
+
+def _origins(agent: object) -> set[str]:
+    """Return the packages that an object's class descends from."""
+    return {base.__module__.partition(".")[0] for base in type(agent).__mro__}
 
 
 def _array_kinds() -> list[ArrayKind]:

@@ -88,7 +88,7 @@ class Collector:
         self._takes_masks = NAME in getattr(policy, "takes", ())
         self._num_probes = num_probes
         self._probes: dict[int, Probes] = {}  # By the number of their rollout.
-        self._state: State | None = policy.initial_state(self._rows)
+        self._state: State | None = _checked_state(policy.initial_state(self._rows))
         self._before: State | None = None
 
     def rehearse(self, values: Mapping[str, Any]) -> tuple[list[ArraySpec], list[ArraySpec]]:
@@ -352,7 +352,7 @@ class Collector:
             raise PolicyError(f"The policy's actions are not nested as the action space is: {error}.") from error
         checked = []
         for leaf, part, bounds in zip(self._actions.leaves, parts, self._ranges, strict=True):
-            array = np.asarray(part)
+            array = _as_actions(part, leaf)
             wanted = (self._rows, *leaf.shape)
             assert leaf.dtype is not None, "checked by the head: check_collectable"
             if array.shape != wanted or not (array.dtype == leaf.dtype or _fits(array, leaf.dtype)):
@@ -412,7 +412,43 @@ def _range_of(space: Space[Any]) -> tuple[Any, Any] | None:
 
 def _fits(array: NDArray[Any], dtype: np.dtype[Any]) -> bool:
     """Tell whether actions can be cast without loss of meaning; a Bernoulli sample of 0.0 and 1.0 is fine for ints."""
-    return np.can_cast(array.dtype, dtype, "same_kind") or bool((array.astype(dtype) == array).all())
+    if np.can_cast(array.dtype, dtype, "same_kind"):
+        return True
+    if array.dtype.kind == "f" and np.isnan(array).any():
+        raise PolicyError(f"The policy's actions hold NaN where {dtype} is expected. Has training diverged?")
+    return bool((array.astype(dtype) == array).all())
+
+
+def _as_actions(part: Any, leaf: object) -> NDArray[Any]:
+    try:
+        return np.asarray(part)
+    except ValueError as error:
+        raise PolicyError(
+            f"The policy's action{leaf} must be one array, got a {type(part).__name__} of {len(part)} parts. If it "
+            "returns more than actions, give a function that picks them: lambda obs: act(obs)[0]."
+        ) from error
+
+
+def _checked_state(state: State | None) -> State | None:
+    """Check what a policy's `initial_state` returned.
+
+    Raises:
+        PolicyError: It is not a dict of numpy arrays.
+    """
+    if state is None:
+        return None
+    if not isinstance(state, dict):
+        raise PolicyError(
+            f"initial_state() must return a dict of numpy arrays, such as {{'h': np.zeros((num_envs, 8))}}, or None; "
+            f"got a {type(state).__name__}."
+        )
+    for name, part in state.items():
+        if not isinstance(part, np.ndarray):
+            raise PolicyError(
+                f"initial_state() must return numpy arrays; its {name!r} is a {type(part).__name__}. A tensor becomes "
+                "one by .numpy()."
+            )
+    return state
 
 
 def _stack_finals(finals: list[tuple[int, int, list[Any]]], num_leaves: int) -> dict[str, Any]:
