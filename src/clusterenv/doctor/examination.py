@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,9 +130,10 @@ def _judge_environment(env_id: str, trials: Sequence[dict[str, Any]]) -> Finding
     )
 
 
-def _advise(failures: Iterable[str]) -> str:
+def _advise(failures: Mapping[str, Sequence[str]]) -> str:
     own = "An environment of your own is named with its module, my_module:MyEnv-v0, and the module must be importable "
-    if any(error.startswith(("NameNotFound", "VersionNotFound")) for error in failures):
+    unknown = [where for error, where in failures.items() if error.startswith(("NameNotFound", "VersionNotFound"))]
+    if any("this machine" in where for where in unknown):
         return f"Check the spelling: python -c 'import gymnasium; gymnasium.pprint_registry()' lists all. {own}there."
     return f"Install what it needs there. {own}there: install it, or set PYTHONPATH in --setup."
 
