@@ -155,7 +155,8 @@ def train(args: Args) -> list[float]:
             recent.extend(rollout.episodes.returns.tolist())
             ends, done = rollout.terminations, rollout.terminations | rollout.truncations
 
-            rewards = scale_rewards(rollout.rewards, done) if args.normalise else rollout.rewards
+            scaled = scale_rewards(rollout.rewards, done) if args.normalise else rollout.rewards
+            rewards = torch.as_tensor(scaled, dtype=torch.float32)
 
             # A row more than steps: an episode's last observation is the row after its end, so every action's
             # successor, final observations of truncated episodes included, is simply the next row.
@@ -167,11 +168,7 @@ def train(args: Args) -> list[float]:
                 anchor = agent.get_action_and_value(obs[:-1], actions)[1]
                 weights = (anchor - torch.as_tensor(rollout.logprob)).exp().clamp(max=args.weight_cap)
                 # A truncated episode has a future: its last observation's value. A terminated one has none.
-                errors = (
-                    torch.as_tensor(rewards, dtype=torch.float32)
-                    + args.gamma * ~torch.as_tensor(ends) * values[1:]
-                    - values[:-1]
-                )
+                errors = rewards + args.gamma * ~torch.as_tensor(ends) * values[1:] - values[:-1]
                 ahead = torch.zeros(args.num_envs)
                 for t in reversed(range(args.num_steps)):
                     ahead = errors[t] + args.gamma * args.gae_lambda * ~torch.as_tensor(done[t]) * ahead
