@@ -27,11 +27,11 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from numpy.typing import NDArray
 from torch import nn
 from torch.distributions import Normal
 
 from clusterenv import AdaptiveSync, ClusterEnv, LocalLauncher
+from clusterenv.adapters.torch import Normaliser, RewardScaler
 from examples.launching import Launching
 from examples.scalars import Scalars
 
@@ -74,6 +74,8 @@ class Args:
     """what the critic's error weighs in the loss"""
     max_grad_norm: float = 0.5
     """longer gradients are shortened to this"""
+    normalise: bool = True
+    """observations, by what all workers have seen so far, and rewards"""
     weight_cap: float = 5.0
     """the largest weight of a transition for having been made by an older policy"""
     torch_threads: int = 1
@@ -93,26 +95,18 @@ def make_env(env_id: str) -> gym.Env[Any, Any]:
 class Agent(nn.Module):
     """An actor and a critic, perceptrons both, over normalised observations."""
 
-    obs_mean: torch.Tensor
-    obs_std: torch.Tensor
-
     def __init__(self, num_inputs: int, num_actions: int) -> None:
         super().__init__()
+        self.normalise = Normaliser(num_inputs)
         self.critic = mlp(num_inputs, 1, 1.0)
         self.actor_mean = mlp(num_inputs, num_actions, 0.01)
         self.actor_logstd = nn.Parameter(torch.zeros(num_actions))
-        self.register_buffer("obs_mean", torch.zeros(num_inputs))
-        self.register_buffer("obs_std", torch.ones(num_inputs))
-
-    def normalise(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring observations to a scale of about one."""
-        return ((x.float() - self.obs_mean) / self.obs_std).clamp(-10.0, 10.0)
 
     def get_action_and_value(
         self, x: torch.Tensor, action: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return actions (sampled unless given), their log-probabilities, entropies and values."""
-        x = self.normalise(x)
+        x = self.normalise(x.float())
         mean = self.actor_mean(x)
         probs = Normal(mean, self.actor_logstd.exp().expand_as(mean))
         if action is None:
@@ -127,22 +121,6 @@ def mlp(num_inputs: int, num_outputs: int, last_gain: float) -> nn.Sequential:
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
-
-
-class Moments:
-    """Mean and variance of everything seen so far."""
-
-    def __init__(self, size: int) -> None:
-        self.mean, self.var, self._count = np.zeros(size), np.ones(size), 1e-4
-
-    def update(self, rows: NDArray[np.float64]) -> None:
-        """Take in rows `[n, size]`."""
-        count = self._count + len(rows)
-        delta = rows.mean(0) - self.mean
-        share = len(rows) / count
-        self.var += share * (rows.var(0) - self.var) + share * (1.0 - share) * delta**2
-        self.mean += share * delta
-        self._count = count
 
 
 def train(args: Args) -> list[float]:
@@ -169,8 +147,7 @@ def train(args: Args) -> list[float]:
         assert isinstance(action_space, gym.spaces.Box), "only continuous actions are supported"
         agent = Agent(int(np.prod(observation_space.shape)), int(np.prod(action_space.shape)))
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-        obs_moments, return_moments = Moments(int(np.prod(observation_space.shape))), Moments(1)
-        discounted = np.zeros(args.num_envs)
+        scale_rewards = RewardScaler(args.num_envs, args.gamma)
         num_updates = max(1, args.total_timesteps // (args.num_envs * args.num_steps))
         envs.reset(seed=args.seed)
         for update in range(num_updates):
@@ -180,13 +157,8 @@ def train(args: Args) -> list[float]:
             recent.extend(rollout.episodes.returns.tolist())
             ends, done = rollout.terminations, rollout.terminations | rollout.truncations
 
-            # Rewards are divided by the deviation of the discounted return, as is usual for MuJoCo.
-            sums = np.zeros_like(rollout.rewards)
-            for t in range(args.num_steps):
-                discounted = sums[t] = args.gamma * discounted + rollout.rewards[t]
-                discounted = discounted * ~done[t]
-            return_moments.update(sums.reshape(-1, 1))
-            rewards = torch.as_tensor(rollout.rewards / np.sqrt(return_moments.var + 1e-8), dtype=torch.float32)
+            scaled = scale_rewards(rollout.rewards, done) if args.normalise else rollout.rewards
+            rewards = torch.as_tensor(scaled, dtype=torch.float32)
 
             # A row more than steps: an episode's last observation is the row after its end, so every action's
             # successor, final observations of truncated episodes included, is simply the next row.
@@ -224,10 +196,8 @@ def train(args: Args) -> list[float]:
                     optimizer.step()
 
             # After the update, so that ratios compare policies under one normalisation.
-            obs_moments.update(batch[0].double().numpy())
-            with torch.no_grad():
-                agent.obs_mean.copy_(torch.as_tensor(obs_moments.mean))
-                agent.obs_std.copy_(torch.as_tensor(np.sqrt(obs_moments.var + 1e-8)))
+            if args.normalise:
+                agent.normalise.update(batch[0])
             stats = envs.stats
             scalars.write(
                 stats["env_steps"],

@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 REQUIREMENTS = {
+    "jax": "jax==0.10.2 flax==0.12.8 equinox==0.13.8 optax==0.2.8 flatbuffers==25.12.19",
     "rllib": "ray[rllib]==2.60.0",
     "tianshou": "tianshou==2.0.1",
     "torchrl": "torchrl==0.14.1",
@@ -36,7 +37,7 @@ def interpreter_of(name: str) -> Path:
     (packages,) = directory.glob("lib/python*/site-packages")
     paths = dict.fromkeys(sysconfig.get_paths()[key] for key in ("purelib", "platlib"))
     (packages / "beneath.pth").write_text("\n".join(paths) + "\n")
-    command = [str(python), "-m", "pip", "install", "--quiet", "--retries", "1", REQUIREMENTS[name]]
+    command = [str(python), "-m", "pip", "install", "--quiet", "--retries", "1", *REQUIREMENTS[name].split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
     if done.returncode != 0:
         shutil.rmtree(directory)
@@ -45,7 +46,7 @@ def interpreter_of(name: str) -> Path:
     return python
 
 
-def run_with(name: str, home: Path, *arguments: str) -> str:
+def run_with(name: str, home: Path, *arguments: str, timeout_s: float = 240.0) -> str:
     """Run that interpreter in this project with a home of its own; returns what it prints."""
     variables = {
         "HOME": str(home),
@@ -61,7 +62,7 @@ def run_with(name: str, home: Path, *arguments: str) -> str:
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout_s,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

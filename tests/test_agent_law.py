@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from torch import nn
 
 from clusterenv import ClusterEnv, EveryUpdate, Rollout
 from clusterenv.adapters import as_policy
 from clusterenv.policy.policy import map_tree
-from tests.zoo import DISCRETE, VECTOR, ZOO, AnySpace, Branching, Whimsical
+from tests.zoo import DISCRETE, RECURRENT, VECTOR, ZOO, AnySpace, Branching, Dropping, Whimsical
 
 # Environments of the same spaces are shared by their agents, so that a worker starts once for all of them.
 ENCLOSURES = [
@@ -129,3 +130,49 @@ def test_an_agent_that_draws_its_own_random_numbers_still_does_on_workers(num_wo
         rollout = envs.rollout(Whimsical(), 60)
         assert envs.stats["fast_path"] == 0
     assert set(rollout.value.ravel().tolist()) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_agent_with_a_memory_sees_a_rollout_as_its_workers_did(num_workers: int, mode: str) -> None:
+    """Run through at once from its first state, as CleanRL's update does, with a new state where an episode starts."""
+    make_env = functools.partial(AnySpace, VECTOR, DISCRETE)
+    with ClusterEnv(make_env, 3, num_workers=num_workers, autoreset_mode=mode) as envs:
+        for make in RECURRENT:
+            torch.manual_seed(0)
+            agent, rng = make(), torch.Generator().manual_seed(1)
+            envs.reset(seed=1)
+            starts = np.zeros((1, 3), bool)
+            for _ in range(3):
+                rollout = envs.rollout(agent, 10)
+                ended = rollout.terminations if mode == "SameStep" else ~rollout.valid
+                starts = np.concatenate([starts[-1:], ended])  # The row after is the first of an episode.
+                parts = [torch.as_tensor(part[0]).swapaxes(0, 1).contiguous() for part in rollout.states.values()]
+                with torch.no_grad():
+                    _, logprob, _, value, _ = agent.get_action_and_value(
+                        torch.as_tensor(rollout.obs).flatten(0, 1),
+                        tuple(parts) if len(parts) > 1 else parts[0],
+                        torch.as_tensor(starts[:10]).float().flatten(),
+                        torch.as_tensor(rollout.actions).flatten(),
+                    )
+                assert starts.any()
+                np.testing.assert_allclose(rollout.logprob.ravel(), logprob.numpy(), rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(rollout.value.ravel(), value[:, 0].numpy(), rtol=1e-4, atol=1e-5)
+                update(agent, rng)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_dropout_in_train_mode_is_the_agents_own_in_distribution(num_workers: int) -> None:
+    always = spaces.Box(0.5, 0.5, (6,), np.float32)
+    torch.manual_seed(0)
+    agent = Dropping().train()
+    with torch.no_grad():
+        values = agent.get_action_and_value(torch.full((4000, 6), 0.5))[3].flatten()
+    with ClusterEnv(functools.partial(AnySpace, always, DISCRETE), 4, num_workers=num_workers) as envs:
+        envs.reset(seed=1)
+        found = envs.rollout(agent, 250).value
+        # A thousand draws: a fifth of a deviation is six standard errors.
+        assert abs(found.mean() - values.mean().item()) < 0.2 * values.std().item()
+        assert 0.8 < found.std() / values.std().item() < 1.25
+        agent.eval()
+        assert envs.rollout(agent, 3).value.std() < 1e-6

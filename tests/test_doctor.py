@@ -63,7 +63,9 @@ def test_all_is_well_with_local_workers(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_without_a_launcher_it_is_about_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--env", "NoSuchThing-v0", "--num-workers", "1", "--cpus", "1"]) == 1
-    assert "failed  environment  NoSuchThing-v0 on this machine, worker 0: NameNotFound" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "failed  environment  NoSuchThing-v0 on this machine, worker 0: NameNotFound" in printed
+    assert "next: Check the spelling" in printed
 
 
 def test_all_is_well_over_ssh(sshd: Sshd) -> None:

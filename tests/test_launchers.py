@@ -74,14 +74,15 @@ def make_fleet() -> Iterator[Callable[[Start], ProcessFleet]]:
         fleet.stop(0.0)
 
 
-def await_ready(fleet: Fleet, count: int) -> list[int]:
-    """Wait until so many workers have said that they are ready; returns their process ids."""
+def await_ready(fleet: Fleet, predecessor: int | None = None) -> int:
+    """Wait until the worker, or the one after `predecessor`, has said that it is ready; returns its process id."""
     ends_at = time.monotonic() + DEADLINE_S
-    while len(lines := fleet.log_tail(0).splitlines()) < count:
+    while not (words := fleet.log_tail(0).split()) or int(words[-1]) == predecessor:
         assert fleet.exits() == {}
         assert time.monotonic() < ends_at, "in vain"
         select.select([], [], [], 0.02)
-    return [int(line.split()[1]) for line in lines]
+    assert len(words) == 2, "the log's tail holds no word of a predecessor"
+    return int(words[1])
 
 
 def test_a_worker_that_minds_no_signal_is_killed_before_another_is_started(
@@ -97,11 +98,11 @@ def test_a_worker_that_minds_no_signal_is_killed_before_another_is_started(
         return process
 
     fleet = make_fleet(start)
-    await_ready(fleet, 1)
+    first = await_ready(fleet)
     fleet.restart(0)
     assert fleet.exits() == {}
     assert fleet.status() == "ending what is left of worker 0"
-    assert await_ready(fleet, 2) == pids
+    assert [first, await_ready(fleet, first)] == pids
     assert fleet.status() == ""
     assert left == [], "not even a zombie"
 
@@ -117,7 +118,7 @@ def test_a_worker_that_cannot_be_started_again_is_told_by_exits(
         return start_stubborn(worker_index, log)
 
     fleet = make_fleet(start)
-    (pid,) = await_ready(fleet, 1)
+    pid = await_ready(fleet)
     is_broken = True
     os.kill(pid, signal.SIGKILL)
     wait_until_gone([pid])
@@ -125,14 +126,14 @@ def test_a_worker_that_cannot_be_started_again_is_told_by_exits(
     assert fleet.exits() == {0: "could not be started: [Errno 11] Resource temporarily unavailable"}
     is_broken = False
     fleet.restart(0)
-    await_ready(fleet, 2)
+    await_ready(fleet, pid)
 
 
 def test_stopping_ends_workers_that_mind_no_signal(make_fleet: Callable[[Start], ProcessFleet]) -> None:
     fleet = make_fleet(start_stubborn)
-    pids = await_ready(fleet, 1)
+    pid = await_ready(fleet)
     fleet.stop(0.1)
-    assert wait_until_gone(pids, 0.0) == []
+    assert wait_until_gone([pid], 0.0) == []
 
 
 @pytest.mark.parametrize("inodes", [1, 2, 3])

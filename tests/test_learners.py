@@ -125,3 +125,63 @@ collector.shutdown()
 print("right")
 """
     assert run_with("torchrl", home, "-c", script).endswith("right\n")
+
+
+@pytest.mark.xdist_group("torchrl")
+def test_torchrls_actors_act_on_workers(home: Path) -> None:
+    script = """
+import numpy as np
+import torch
+from tensordict import TensorDict
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import nn
+from torchrl.modules import ActorValueOperator, OneHotCategorical, ProbabilisticActor
+from torchrl.modules import QValueActor, TanhNormal, ValueOperator
+from clusterenv import ClusterEnv
+
+torch.manual_seed(0)
+
+
+def network(num_inputs, num_outputs):
+    return nn.Sequential(nn.Linear(num_inputs, 16), nn.Tanh(), nn.Linear(16, num_outputs))
+
+
+def actor(module, key, parameters, distribution, **kwargs):
+    module = TensorDictModule(module, in_keys=[key], out_keys=parameters)
+    return ProbabilisticActor(
+        module, in_keys=parameters, distribution_class=distribution, distribution_kwargs=kwargs, return_log_prob=True
+    )
+
+
+def check(envs, agent, encode):
+    for _ in range(2):
+        rollout = envs.rollout(agent, 8)
+        rows = TensorDict({"observation": torch.as_tensor(rollout.obs)}, batch_size=[8, 2])
+        with torch.no_grad():
+            chooser = agent.get_policy_operator() if isinstance(agent, ActorValueOperator) else agent
+            logprob = chooser.get_dist(rows).log_prob(encode(torch.as_tensor(rollout.actions)))
+            np.testing.assert_allclose(rollout.logprob, logprob.numpy(), rtol=1e-3, atol=1e-4)
+            if isinstance(agent, ActorValueOperator):
+                value = agent.get_value_operator()(rows)["state_value"][..., 0]
+                np.testing.assert_allclose(rollout.value, value.numpy(), rtol=1e-4, atol=1e-5)
+            for parameter in agent.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+
+
+with ClusterEnv("CartPole-v1", 2, num_workers=1) as envs:
+    envs.reset(seed=1)
+    one_hot = actor(network(4, 2), "observation", ["logits"], OneHotCategorical)
+    check(envs, one_hot, lambda action: nn.functional.one_hot(action, 2))
+    trunk = TensorDictModule(network(4, 8), in_keys=["observation"], out_keys=["hidden"])
+    head = actor(network(8, 2), "hidden", ["logits"], torch.distributions.Categorical)
+    both = ActorValueOperator(trunk, head, ValueOperator(network(8, 1), in_keys=["hidden"]))
+    check(envs, both, lambda action: action)
+    q = QValueActor(network(4, 2), in_keys=["observation"], action_space="one-hot")
+    assert envs.rollout(q, 8, values={"epsilon": 0.5}).actions.shape == (8, 2)
+with ClusterEnv("Pendulum-v1", 2, num_workers=0) as envs:
+    envs.reset(seed=1)
+    body = nn.Sequential(network(3, 2), NormalParamExtractor())
+    check(envs, actor(body, "observation", ["loc", "scale"], TanhNormal, low=-2.0, high=2.0), lambda action: action)
+print("right")
+"""
+    assert run_with("torchrl", home, "-c", script).endswith("right\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from clusterenv import (
     AdaptiveSync,
     BasePolicy,
     ClusterEnv,
+    Decision,
     EveryUpdate,
     Faults,
     LocalLauncher,
@@ -29,6 +31,7 @@ from clusterenv import (
     make_vec,
 )
 from clusterenv.cli import main
+from clusterenv.policy import Categorical
 
 CARTPOLE = "CartPole-v1"
 Mistake = Callable[[], object]
@@ -41,6 +44,53 @@ def make(*args: Any, **kwargs: Any) -> ClusterEnv:
 
 def act(obs: Any) -> Any:
     return np.zeros(len(obs), np.int64)
+
+
+class Old(gym.Env[Any, Any]):
+    """Of the old Gym: its step() returns four values."""
+
+    observation_space: Any = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space: Any = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(2, np.float32), 0.0, False, {}
+
+
+class Spaceless(Old):
+    observation_space = None
+
+
+class Unclosable(Old):
+    def close(self) -> None:
+        raise RuntimeError("not today")
+
+
+class Remembering(BasePolicy):
+    """Has whatever state it is given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def act(self, obs: Any, state: Any = None, call: Any = None) -> Decision:
+        return Decision(act(obs), {}, state)
+
+    def initial_state(self, num_envs: int) -> Any:
+        return self.state
+
+
+class Logits(BasePolicy):
+    def distribution(self, obs: Any, state: Any = None) -> Categorical:
+        return Categorical(np.zeros((len(obs), 2), np.float32))
+
+
+def old_step(autoreset_mode: str) -> object:
+    with make(Old, num_envs=1, autoreset_mode=autoreset_mode) as envs:
+        envs.reset(seed=0)
+        return envs.step(np.zeros(1, np.int64))
 
 
 # What is done, and what its message must hold: the argument, what was given, what is expected.
@@ -134,6 +184,17 @@ CONSTRUCTION: dict[str, tuple[Mistake, str, str, str]] = {
         "<lambda>",
         "[make_env(i) for i in range(n)]",
     ),
+    "a factory of a number": (lambda: make(lambda: 1), "factory must", "got 1", "return a gymnasium.Env"),
+    "no observation space": (lambda: make(Spaceless), "observation_space", "got None", "gymnasium.spaces.Space"),
+    **{
+        f"four values from step() in mode {mode}": (
+            functools.partial(old_step, mode),
+            "step() must return",
+            "got 4",
+            "(observation, reward, terminated, truncated, info)",
+        )
+        for mode in ("NextStep", "SameStep", "Disabled")
+    },
     "a mistyped id": (lambda: make("CartPol-v1"), "Environment", "`CartPol`", "`CartPole`"),
     "a native vector that is none": (
         lambda: NativeVector("MountainCar-v0"),
@@ -182,6 +243,43 @@ USE: dict[str, tuple[Callable[[ClusterEnv], object], str, str, str]] = {
     ),
     "no agent": (lambda envs: envs.rollout(None, 4), "policy", "NoneType", "a function from observations"),
     "an agent's class": (lambda envs: envs.rollout(BasePolicy, 4), "BasePolicy", "class", "BasePolicy(...)"),
+    "NaN for a number": (
+        lambda envs: envs.rollout(lambda obs: np.full(len(obs), np.nan), 2),
+        "actions hold NaN",
+        "NaN",
+        "int64 is expected",
+    ),
+    "a policy that returns more than actions": (
+        lambda envs: envs.rollout(lambda obs: (act(obs), None), 2),
+        "action",
+        "a tuple of 2 parts",
+        "lambda obs: act(obs)[0]",
+    ),
+    "a temperature of zero": (
+        lambda envs: envs.rollout(Logits(), 2, values={"temperature": 0}),
+        "temperature",
+        "0}",
+        'must be positive. For the likeliest actions, pass values={"deterministic": True}',
+    ),
+    "options as a list": (lambda envs: envs.reset(options=[1]), "options must", "got [1]", "a dict"),  # type: ignore[arg-type]  # the mistake
+    "an unknown extra": (
+        lambda envs: envs.rollout(Logits(), 2, extras=("value",)),
+        "extras=('value',)",
+        "asks for value",
+        "It returns: logprob",
+    ),
+    "a state that is no dict": (
+        lambda envs: envs.rollout(Remembering([0.0]), 2),
+        "initial_state()",
+        "got a list",
+        "a dict of numpy arrays",
+    ),
+    "a state of lists": (
+        lambda envs: envs.rollout(Remembering({"h": [0.0, 0.0]}), 2),
+        "initial_state()",
+        "'h' is a list",
+        "numpy arrays",
+    ),
     "values for one environment": (lambda envs: envs.set_attr("gravity", [1.0]), "Values", "`1` values", "2 environm"),
 }
 
@@ -215,6 +313,36 @@ def test_a_refusal_on_a_worker_comes_without_our_own_frames() -> None:
     with pytest.raises(ValueError, match=r"The factory of environment 0 raised ConfigError: .*, got None") as caught:
         ClusterEnv(lambda: None, 1, num_workers=1)  # type: ignore[arg-type,return-value]  # the mistake
     assert "File" not in str(caught.value)
+
+
+def test_an_unknown_extra_of_a_torch_agent_is_answered_with_all_there_are() -> None:
+    torch = pytest.importorskip("torch")
+    from tests.torch_agents import Discrete
+
+    torch.manual_seed(0)
+    with make(num_envs=2) as envs, pytest.raises(ValueError, match=r"It returns: logprob, value\."):
+        envs.rollout(Discrete(), 2, extras=("logprobs",))
+
+
+def test_the_predict_of_an_sb3_model_is_answered_with_the_model() -> None:
+    sb3 = pytest.importorskip("stable_baselines3")
+    model = sb3.PPO("MlpPolicy", CARTPOLE, device="cpu")
+    for predict in (model.predict, model.policy.predict):
+        with make(num_envs=2) as envs, pytest.raises(ValueError, match=r"\(actions, state\).*envs.rollout\(model"):
+            envs.rollout(predict, 2)
+
+
+def test_an_environment_that_cannot_be_closed_is_told_of_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    ClusterEnv(Unclosable, 1, num_workers=1).close()
+    told = [line for line in capfd.readouterr().err.splitlines() if "not today" in line or "File" in line]
+    assert told == ["[worker 0] An environment's close() raised RuntimeError: not today"]
+
+
+def test_what_users_catch_is_found_where_they_look() -> None:
+    import clusterenv
+    from clusterenv import errors
+
+    assert (clusterenv.PolicyError, clusterenv.WorkerFailed) == (errors.PolicyError, errors.WorkerFailed)
 
 
 @pytest.mark.parametrize("mode", ["SAME_STEP", "same_step", "SameStep", AutoresetMode.SAME_STEP])

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# These need a cluster: tests/test_slurm.py, test_ray.py and test_kubernetes.py have one.
-ELSEWHERE = ("SlurmLauncher", "SSHLauncher", "KubernetesLauncher", "RayLauncher", "ByHandLauncher")
+# These need a cluster, or JAX: tests/test_slurm.py, test_ray.py, test_kubernetes.py and test_jax.py have them.
+ELSEWHERE = ("SlurmLauncher", "SSHLauncher", "KubernetesLauncher", "RayLauncher", "ByHandLauncher", "JaxPolicy")
 
 
 def blocks_of(page: Path) -> list[str]:

@@ -6,12 +6,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
 from torch import nn
 from torch.nn.utils import parametrizations
+
+from tests.any_space import AnySpace as AnySpace
 
 torch.set_num_threads(1)
 
@@ -25,31 +26,6 @@ DISCRETE = spaces.Discrete(3)
 MULTI = spaces.MultiDiscrete([2, 3])
 BINARY = spaces.MultiBinary(3)
 CONTINUOUS = spaces.Box(-np.inf, np.inf, (2,), np.float32)
-
-
-class AnySpace(gym.Env[Any, Any]):
-    """Shows anything, for episodes of seven steps."""
-
-    def __init__(self, observation_space: Any, action_space: Any) -> None:
-        self.observation_space, self.action_space = observation_space, action_space
-        self._steps = 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        if seed is not None:
-            self.observation_space.seed(seed)
-        self._steps = 0
-        return self._look(), {}
-
-    def step(self, action: Any) -> Any:
-        self._steps += 1
-        return self._look(), 1.0, self._steps == 7, False, {}
-
-    def _look(self) -> Any:
-        seen = self.observation_space.sample()
-        if isinstance(seen, dict):
-            seen["mask"][0] = 1  # Something is always allowed.
-        return seen
 
 
 class Base(nn.Module):
@@ -313,6 +289,49 @@ class Tied(Base):
 class Parametrised(Base):
     def make_body(self) -> nn.Module:
         return nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 16)), nn.Tanh())
+
+
+class Remembering(nn.Module):
+    """CleanRL's recurrent agent: `get_action_and_value(x, state, done, action=None)`."""
+
+    layer: type[nn.LSTM] | type[nn.GRU] = nn.LSTM
+    num_layers = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
+        self.memory: Any = self.layer(16, 8, self.num_layers)
+        self.actor, self.critic = nn.Linear(8, 3), nn.Linear(8, 1)
+
+    def get_states(self, x: Any, state: Any, done: Any) -> Any:
+        parts = state if isinstance(state, tuple) else (state,)
+        num_envs = parts[0].shape[1]
+        hidden = self.encoder(x).reshape(-1, num_envs, 16)
+        outputs = []
+        for features, starts in zip(hidden, done.reshape(-1, num_envs), strict=True):
+            keeps = (1.0 - starts).view(1, -1, 1)
+            parts = tuple(keeps * part for part in parts)
+            output, new = self.memory(features[None], parts if isinstance(state, tuple) else parts[0])
+            parts = new if isinstance(new, tuple) else (new,)
+            outputs.append(output)
+        return torch.cat(outputs).flatten(0, 1), parts if isinstance(state, tuple) else parts[0]
+
+    def get_action_and_value(self, x: Any, state: Any, done: Any, action: Any = None) -> Any:
+        hidden, state = self.get_states(x, state, done)
+        probs = td.Categorical(logits=self.actor(hidden))
+        action = probs.sample() if action is None else action
+        return action, probs.log_prob(action), probs.entropy(), self.critic(hidden), state
+
+
+class RememberingByGates(Remembering):
+    layer = nn.GRU
+
+
+class RememberingInLayers(Remembering):
+    num_layers = 2
+
+
+RECURRENT: list[Callable[[], Any]] = [Remembering, RememberingByGates, RememberingInLayers]
 
 
 def bfloat() -> Base:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from clusterenv.config import Faults, Network, Timeouts
     from clusterenv.entry_points import make_vec, vector_entry_point
     from clusterenv.env import ClusterEnv
-    from clusterenv.errors import ClusterEnvError
+    from clusterenv.errors import ClusterEnvError, PolicyError, WorkerFailed, WorkerLost
     from clusterenv.evaluation.result import Evaluation
     from clusterenv.head.stream import Stream
     from clusterenv.head.supervisor import Loss
@@ -46,6 +46,7 @@ __all__ = [
     "NeverSync",
     "PeriodicSync",
     "Policy",
+    "PolicyError",
     "RayLauncher",
     "Recorder",
     "RemoteObject",
@@ -54,6 +55,8 @@ __all__ = [
     "SlurmLauncher",
     "Stream",
     "Timeouts",
+    "WorkerFailed",
+    "WorkerLost",
     "errors",
     "log_stats",
     "make_vec",
@@ -81,6 +84,7 @@ _HOMES = {
     "NeverSync": "policy.sync",
     "PeriodicSync": "policy.sync",
     "Policy": "policy.policy",
+    "PolicyError": "errors",
     "RayLauncher": "launchers.ray",
     "Recorder": "recording.recorder",
     "RemoteObject": "wire.values",
@@ -89,6 +93,8 @@ _HOMES = {
     "SlurmLauncher": "launchers.slurm",
     "Stream": "head.stream",
     "Timeouts": "config",
+    "WorkerFailed": "errors",
+    "WorkerLost": "errors",
     "log_stats": "scalars",
     "make_vec": "entry_points",
     "vector_entry_point": "entry_points",

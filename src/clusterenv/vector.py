@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -95,6 +95,8 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
             self._check_idle("reset_async")
             seeds = spread_seed(seed, self.num_envs)
             mask = None
+            if options is not None and not isinstance(options, Mapping):
+                raise TypeError(f"options must be a dict, which every environment's reset() is given, got {options!r}.")
             if options is not None and "reset_mask" in options:
                 mask = checked_mask(options["reset_mask"], self.num_envs).tolist()
                 options = {key: value for key, value in options.items() if key != "reset_mask"}

@@ -15,7 +15,7 @@ __all__ = ["as_policy", "as_separate_policy", "as_travelling_policy"]
 
 
 def as_policy(agent: object) -> Policy:
-    """Return the agent if it is a policy already, otherwise wrap it: a torch module, an SB3 model, a plain function.
+    """Return the agent if it is a policy already, otherwise wrap it: a torch module, a TorchRL actor, ..., a function.
 
     Raises:
         PolicyError: It is none of these, or it is unclear how it chooses actions.
@@ -24,15 +24,33 @@ def as_policy(agent: object) -> Policy:
         raise PolicyError(f"{agent.__name__} is a class; give an instance of it: {agent.__name__}(...).")
     if isinstance(agent, Policy):
         return agent
-    origins = {base.__module__.partition(".")[0] for base in type(agent).__mro__}
+    owner = getattr(agent, "__self__", None)
+    if getattr(agent, "__name__", "") == "predict" and "stable_baselines3" in _origins(owner):
+        raise PolicyError(
+            f"The predict of a {type(owner).__name__} returns (actions, state), not actions. Give the model itself: "
+            "envs.rollout(model, ...); or lambda obs: model.predict(obs)[0]."
+        )
+    origins = _origins(agent)
     if "stable_baselines3" in origins:
         from clusterenv.adapters.sb3_policy import sb3_policy
 
         return sb3_policy(agent)  # type: ignore[arg-type]  # it refuses what it does not know
+    if origins & {"tensordict", "torchrl"}:
+        from clusterenv.adapters.tensordict_policy import tensordict_policy
+
+        return tensordict_policy(agent)
     if "torch" in origins:
         from clusterenv.adapters.torch import TorchPolicy
 
         return TorchPolicy(agent)  # type: ignore[arg-type]  # TorchPolicy refuses what is not an nn.Module
+    if origins & {"flax", "equinox"}:
+        params = ", params" if "flax.linen.module" in {base.__module__ for base in type(agent).__mro__} else ""
+        raise PolicyError(
+            f"Cannot tell what a {type(agent).__name__} returns. Say so in one line:\n\n"
+            f"    from clusterenv.adapters.jax import JaxPolicy\n"
+            f'    policy = JaxPolicy(agent{params}, output="logits")  # or "q", "action", "gaussian", "squashed"\n\n'
+            "and give `policy` to ClusterEnv in place of the agent."
+        )
     if callable(agent):
         return FunctionPolicy(agent, _array_kinds())
     raise PolicyError(
@@ -66,6 +84,11 @@ def as_separate_policy(agent: object) -> Policy:
     policy = as_travelling_policy(agent)
     beside = getattr(policy, "beside", None)
     return policy if policy is not agent or beside is None else beside()
+
+
+def _origins(agent: object) -> set[str]:
+    """Return the packages that an object's class descends from."""
+    return {base.__module__.partition(".")[0] for base in type(agent).__mro__}
 
 
 def _array_kinds() -> list[ArrayKind]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -122,13 +122,20 @@ def _judge_environment(env_id: str, trials: Sequence[dict[str, Any]]) -> Finding
             "environment",
             False,
             "; ".join(f"{env_id} on {_list(where)}: {error}" for error, where in failures.items()),
-            "Install what it needs there. An environment of your own is named with its module, my_module:MyEnv-v0, and "
-            "the module must be importable there: install it, or set PYTHONPATH in --setup.",
+            _advise(failures),
         )
     make_s, step_s = (max(trial[name] for trial in trials[1:]) for name in ("make_s", "step_s"))
     return Finding(
         "environment", True, f"{env_id} works on all: made within {make_s:.2f} s, {step_s * 1e6:.0f} us a step"
     )
+
+
+def _advise(failures: Mapping[str, Sequence[str]]) -> str:
+    own = "An environment of your own is named with its module, my_module:MyEnv-v0, and the module must be importable "
+    unknown = [where for error, where in failures.items() if error.startswith(("NameNotFound", "VersionNotFound"))]
+    if any("this machine" in where for where in unknown):
+        return f"Check the spelling: python -c 'import gymnasium; gymnasium.pprint_registry()' lists all. {own}there."
+    return f"Install what it needs there. {own}there: install it, or set PYTHONPATH in --setup."
 
 
 def _measure_round_trip(envs: ClusterEnv) -> Finding:

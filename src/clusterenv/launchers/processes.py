@@ -112,6 +112,7 @@ class ProcessFleet:
             with uninterrupted():
                 del self._kill_at[worker_index]
                 try:
+                    self._logs[worker_index].start_over()
                     self._processes[worker_index] = self._start(worker_index, self._logs[worker_index].file)
                 except OSError as error:
                     self._failures[worker_index] = f"could not be started: {error}"
@@ -136,6 +137,7 @@ class WorkerLog:
             LaunchError: That cannot be written to.
         """
         self.file: BinaryIO
+        self._start = 0
         with _explained(directory):
             if directory is None:
                 self.file = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with the log
@@ -157,11 +159,15 @@ class WorkerLog:
             self.file.fileno(), max(0, self.size_bytes - start) if size_bytes is None else size_bytes, start
         )
 
+    def start_over(self) -> None:
+        """Note that what follows is of another process."""
+        self._start = self.size_bytes
+
     def tail(self) -> str:
-        """Return the last lines; nothing once it is closed."""
+        """Return the last lines of the last process; nothing once it is closed."""
         if self.file.closed:
             return ""
-        return self.read(max(0, self.size_bytes - _TAIL_BYTES)).decode(errors="replace").strip()
+        return self.read(max(self._start, self.size_bytes - _TAIL_BYTES)).decode(errors="replace").strip()
 
     def close(self) -> None:
         """Close it; if it has a name, it stays."""

@@ -229,6 +229,7 @@ class RayFleet:
         """Have Ray place a worker once more; the actor that held it before is ended."""
         self._look()
         self._ends.pop(worker_index, None)
+        self._logs[worker_index].start_over()
         if self._driver is not None:
             self._start(worker_index)
             return

@@ -387,6 +387,7 @@ class _Session:
         with uninterrupted():
             self._is_wanted = False
             self._predecessors, self._pid, self._log_start = predecessors, None, self.log.size_bytes
+            self.log.start_over()
             try:
                 # In braces all of it is read before any of it runs: nothing can eat the rest by reading its standard
                 # input.

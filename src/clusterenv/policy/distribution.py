@@ -151,6 +151,21 @@ def read_number(call: Call, name: str, default: float) -> Floats:
     return value.astype(np.float32)
 
 
+def read_temperature(call: Call) -> Floats:
+    """Read the per-call value "temperature".
+
+    Raises:
+        PolicyError: It is not a positive number.
+    """
+    value = read_number(call, "temperature", 1.0)
+    if not (value > 0).all():
+        raise PolicyError(
+            f'values={{"temperature": {call["temperature"]!r}}} must be positive. For the likeliest actions, pass '
+            'values={"deterministic": True}.'
+        )
+    return value
+
+
 def is_deterministic(call: Call) -> bool:
     """Tell whether this call asks for each state's most likely action."""
     return bool(call.get("deterministic", False))

@@ -20,6 +20,7 @@ from clusterenv.policy.distribution import (
     check_floats,
     is_deterministic,
     read_number,
+    read_temperature,
     refuse_nan,
 )
 
@@ -56,7 +57,7 @@ class Categorical(Distribution):
         # Actions first: with few actions numpy reduces along the first axis several times faster.
         scores = self.logits.T
         if "temperature" in call:
-            scores = scores / read_number(call, "temperature", 1.0)
+            scores = scores / read_temperature(call)
         scores = scores - scores.max(axis=0)
         cumulative = np.exp(scores).cumsum(axis=0)
         total = cumulative[-1]
@@ -143,7 +144,7 @@ class Bernoulli(Distribution):
         """Draw each choice, as int8 like a MultiBinary space."""
         logits = self.logits
         if "temperature" in call:
-            logits = logits / read_number(call, "temperature", 1.0)[..., None]
+            logits = logits / read_temperature(call)[..., None]
         refuse_nan(logits)
         if is_deterministic(call):
             action = logits > 0
@@ -251,7 +252,7 @@ class DiagonalGaussian(Distribution):
         """Return the noise to add to the mean, and its log-density."""
         log_std = self.log_std
         if "temperature" in call:
-            log_std = log_std + np.log(read_number(call, "temperature", 1.0))[..., None]
+            log_std = log_std + np.log(read_temperature(call))[..., None]
         if is_deterministic(call):
             scaled: Floats = np.zeros_like(self.mean)
         elif self.mean.dtype == np.float64:

@@ -10,7 +10,7 @@ from gymnasium.vector.utils import batch_space, iterate
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
-from clusterenv.policy.policy import Decision
+from clusterenv.policy.policy import Decision, State
 from clusterenv.wire.layout import Layout
 
 
@@ -37,7 +37,7 @@ class Choices:
             raise PolicyError(f"The policy's actions are not nested as the action space is: {error}.") from error
         checked = []
         for leaf, part, bounds in zip(self._actions.leaves, parts, self._ranges, strict=True):
-            array = np.asarray(part)
+            array = _as_actions(part, leaf)
             wanted = (self._rows, *leaf.shape)
             assert leaf.dtype is not None, "checked by the head: check_collectable"
             if array.shape != wanted or not (array.dtype == leaf.dtype or _fits(array, leaf.dtype)):
@@ -65,6 +65,28 @@ class Choices:
         if self._actions.is_single:
             return actions[0]
         return iterate(self._batched_actions, self._actions.nest(actions))
+
+
+def checked_state(state: State | None) -> State | None:
+    """Check what a policy's `initial_state` returned.
+
+    Raises:
+        PolicyError: It is not a dict of numpy arrays.
+    """
+    if state is None:
+        return None
+    if not isinstance(state, dict):
+        raise PolicyError(
+            f"initial_state() must return a dict of numpy arrays, such as {{'h': np.zeros((num_envs, 8))}}, or None; "
+            f"got a {type(state).__name__}."
+        )
+    for name, part in state.items():
+        if not isinstance(part, np.ndarray):
+            raise PolicyError(
+                f"initial_state() must return numpy arrays; its {name!r} is a {type(part).__name__}. A tensor becomes "
+                "one by .numpy()."
+            )
+    return state
 
 
 def _is_outside(array: NDArray[Any], least: Any, largest: Any) -> bool:
@@ -98,4 +120,18 @@ def _range_of(space: Space[Any]) -> tuple[Any, Any] | None:
 
 def _fits(array: NDArray[Any], dtype: np.dtype[Any]) -> bool:
     """Tell whether actions can be cast without loss of meaning; a Bernoulli sample of 0.0 and 1.0 is fine for ints."""
-    return np.can_cast(array.dtype, dtype, "same_kind") or bool((array.astype(dtype) == array).all())
+    if np.can_cast(array.dtype, dtype, "same_kind"):
+        return True
+    if array.dtype.kind == "f" and np.isnan(array).any():
+        raise PolicyError(f"The policy's actions hold NaN where {dtype} is expected. Has training diverged?")
+    return bool((array.astype(dtype) == array).all())
+
+
+def _as_actions(part: Any, leaf: object) -> NDArray[Any]:
+    try:
+        return np.asarray(part)
+    except ValueError as error:
+        raise PolicyError(
+            f"The policy's action{leaf} must be one array, got a {type(part).__name__} of {len(part)} parts. If it "
+            "returns more than actions, give a function that picks them: lambda obs: act(obs)[0]."
+        ) from error

@@ -17,7 +17,7 @@ from clusterenv.policy.sketch import Measurement, Probes, Sketch, choose_probes,
 from clusterenv.wire.buffers import RolloutBuffers, describe
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.messages import ArraySpec
-from clusterenv.worker.choices import Choices
+from clusterenv.worker.choices import Choices, checked_state
 from clusterenv.worker.episodes import EpisodeLedger
 from clusterenv.worker.host import Host
 from clusterenv.worker.infos import Infos, complete, info_row
@@ -89,7 +89,7 @@ class Collector:
         self._takes_masks = NAME in getattr(policy, "takes", ())
         self._num_probes = num_probes
         self._probes: dict[int, Probes] = {}  # By the number of their rollout.
-        self._state: State | None = policy.initial_state(self._rows)
+        self._state: State | None = checked_state(policy.initial_state(self._rows))
         self._before: State | None = None
 
     def rehearse(self, values: Mapping[str, Any]) -> tuple[list[ArraySpec], list[ArraySpec]]:

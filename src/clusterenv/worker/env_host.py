@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 from numpy.typing import NDArray
 
+from clusterenv.errors import ConfigError
 from clusterenv.wire.assignment import Assignment, EnvFactory, RunSpaces
 from clusterenv.wire.layout import Layout
 from clusterenv.worker.host import Host, Pair
@@ -242,6 +243,7 @@ class EnvHost(Host):
                 break
             except BaseException as error:
                 if not self._forgive(row, error):
+                    _refuse_old_results(error)
                     raise
                 if pending[row] and not (terminations[row] or truncations[row]):
                     observation, info = self._make_again(row)
@@ -276,6 +278,7 @@ class EnvHost(Host):
                 break
             except BaseException as error:
                 if not self._forgive(row, error):
+                    _refuse_old_results(error)
                     raise
                 if not (terminations[row] or truncations[row]):
                     observation, info = self._truncate_row(row, rewards)
@@ -308,6 +311,7 @@ class EnvHost(Host):
                 break
             except BaseException as error:
                 if not self._forgive(row, error):
+                    _refuse_old_results(error)
                     raise
                 observation, info = self._truncate_row(row, rewards)
                 self._resting[row], pending[row] = observation, True
@@ -372,6 +376,7 @@ class EnvHost(Host):
                 )
             except BaseException as error:
                 if not self._forgive(row, error):
+                    _refuse_old_results(error)
                     raise
                 self._remake(row)
             else:
@@ -435,3 +440,18 @@ class _ActionReader:
         if self._layout.is_single:
             return self._arrays[0].copy()
         return iterate(self._batched, self._layout.nest([array.copy() for array in self._arrays]))
+
+
+def _refuse_old_results(error: BaseException) -> None:
+    """Say what is wrong with an environment of the old Gym, whose step() returns four values.
+
+    Raises:
+        ConfigError: The error is that, and not one of the environment's own code.
+    """
+    own = error.__traceback__
+    if isinstance(error, ValueError) and own is not None and own.tb_next is None and "values to unpack" in str(error):
+        raise ConfigError(
+            "step() must return 5 values (observation, reward, terminated, truncated, info), and reset() 2 "
+            f"(observation, info): {error}. An environment of the old Gym can be wrapped, for instance by "
+            "shimmy.GymV21CompatibilityV0."
+        ) from None

@@ -20,7 +20,7 @@ from clusterenv.policy.policy import Policy, State, start_episodes
 from clusterenv.wire import values
 from clusterenv.wire.assignment import EnvFactory, EvaluationPlan, RunSpaces
 from clusterenv.wire.layout import Layout
-from clusterenv.worker.choices import Choices
+from clusterenv.worker.choices import Choices, checked_state
 from clusterenv.worker.error_budget import ErrorBudget
 from clusterenv.worker.making import check_spaces, make_env
 from clusterenv.worker.masks import NAME
@@ -193,7 +193,7 @@ class _Batch:
         self._max_steps = plan.max_steps
         self._rows: list[_UnderWay | None] = [None] * ROWS
         self._is_idle = np.ones(ROWS, np.bool_)  # Where nothing is under way, or was not when the policy last decided.
-        self._state: State | None = self._policy.initial_state(ROWS)
+        self._state: State | None = checked_state(self._policy.initial_state(ROWS))
         self._masks: NDArray[Any] | None = None
         self._has_begun = False
 

@@ -128,7 +128,11 @@ class _Worker:
 
     def close(self) -> None:
         if self._shard is not None:
-            self._shard.close()
+            try:
+                self._shard.close()
+            except Exception as error:  # noqa: BLE001 - whatever an environment raises, the worker ends in order
+                # To where environments write, and not to the library's own log: it is the user's to mend.
+                sys.stderr.write(f"An environment's close() raised {type(error).__name__}: {error}\n")
 
     def _make(self, request: messages.Assign) -> None:
         self._progress.is_busy = True

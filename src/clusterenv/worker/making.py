@@ -31,6 +31,12 @@ def make_env(factory: EnvFactory) -> Env[Any, Any]:
     if not isinstance(env, Env):
         hint = " If it makes factories, as CleanRL's make_env does, call it: [make_env(i) for i in range(n)]."
         raise ConfigError(f"The factory must return a gymnasium.Env, got {env!r}.{hint if callable(env) else ''}")
+    for name in ("observation_space", "action_space"):
+        if not isinstance(space := getattr(env, name, None), Space):
+            raise ConfigError(
+                f"{type(env.unwrapped).__name__} must have an {name}, a gymnasium.spaces.Space, got {space!r}. Set "
+                f"self.{name} in its __init__."
+            )
     return env
 
 

@@ -111,6 +111,8 @@ class NumpyProgram:
             with recorder:
                 sheet = twin.inference.sheet(tensors, _TRACE_ROWS)
             wanted = sheet.extras if policy.wanted is None else policy.wanted
+            if unknown := set(wanted) - {"logprob", *sheet.extras}:
+                raise NoProgram(f"it returns no {unknown}")  # The ordinary path says what there is.
             extras = {name: tensor for name, tensor in sheet.extras.items() if name in wanted}
             self._traced: Traced = recorder.finish(replace(sheet, extras=extras))
         if before.stamp() != stamp:
