@@ -61,8 +61,8 @@ def test_a_worker_with_the_newest_weights_does_not_pull(rule: SyncRule) -> None:
     assert rule.start().judge(0, 0) == Verdict(False, Reason.CURRENT)
 
 
-def test_only_the_adaptive_rule_needs_sketches() -> None:
-    assert [rule.needs_sketch for rule in RULES] == [True, False, False, False]
+def test_only_the_adaptive_rule_compareses() -> None:
+    assert [rule.compares for rule in RULES] == [True, False, False, False]
 
 
 def test_trackers_of_one_rule_share_nothing() -> None:

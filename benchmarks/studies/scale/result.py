@@ -10,7 +10,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         cpu_s: Of all threads, without heartbeats.
         main_s: Of the main thread: the rest is ZeroMQ's, which encrypts and decrypts.
         wall_s: Wall-clock, with the light workers on the same cores.
-        checks: How often the worker was sent a sketch.
+        checks: How often the newest policy was compared with one that workers hold: once a version, whoever holds it.
         pulls: How often it was sent weights.
     """
 
@@ -72,7 +72,7 @@ class SizeResult(msgspec.Struct, frozen=True, kw_only=True):
     storm: Storm | None
 
     def check_s(self, phase: str) -> float:
-        """The CPU time of a check: what a phase with them costs more than one without."""
+        """The CPU time of a new version: what a phase with them costs more than one without, for all workers."""
         plain, checked = self.costs[phase], self.costs[f"{phase}, checked"]
         return (checked.cpu_s - plain.cpu_s) / checked.checks
 

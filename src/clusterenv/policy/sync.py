@@ -1,7 +1,8 @@
 """When a worker pulls the learner's newest weights.
 
-A rule is a frozen config; `start` makes the tracker that holds one worker's state. A tracker is given what is known and
-returns a verdict, without I/O or a clock. Versions are numbered from 1; a worker without weights has version 0.
+A rule is a frozen config; `start` makes the tracker that holds a run's state. A tracker is given what is known of a
+version that workers hold and returns a verdict for all of them, without I/O or a clock. Versions are numbered from 1; a
+worker without weights has version 0.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from clusterenv.errors import ConfigError
 
 # As a fraction of the threshold. A divergence below this is negligible, and how it changes is noise.
 _NEGLIGIBLE = 0.05
+_MAX_COURSES = 64  # Versions are held for a while; of those that are not any more the tracker is not told.
 
 
 class Reason(Enum):
@@ -34,10 +36,15 @@ class Reason(Enum):
 
 
 class Verdict(NamedTuple):
-    """Whether to pull, and why."""
+    """Whether to pull, and why.
+
+    Attributes:
+        at_most: How many of the version's holders, those that have held it longest first; None: all.
+    """
 
     pulls: bool
     reason: Reason
+    at_most: int | None = None
 
     @property
     def advice(self) -> str | None:
@@ -46,15 +53,18 @@ class Verdict(NamedTuple):
 
 
 class Tracker(Protocol):
-    """A rule applied to one worker."""
+    """A rule applied in one run."""
 
-    def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
-        """Decide whether to pull `newest`.
+    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
+        """Decide whether the workers that hold a version pull `newest`.
+
+        Each version that is held is judged once for each newer one, those that have diverged most first.
 
         Args:
-            own: The version the worker holds; 0 if none.
+            own: The version they hold; 0 if none.
             newest: The newest version.
-            divergence: Mean KL(own || newest) over the probes, if it was measured between exactly these two versions.
+            divergence: Mean KL(own || newest) over states they met; None if the policy has no distribution.
+            num_workers: How many hold it.
         """
 
 
@@ -62,15 +72,15 @@ class SyncRule(Protocol):
     """When workers pull new weights."""
 
     @property
-    def needs_sketch(self) -> bool:
-        """Whether the head must send sketches for this rule."""
+    def compares(self) -> bool:
+        """Whether it judges by divergences: then workers say how their actions were distributed."""
 
     @property
     def max_lag(self) -> float:
         """How many versions behind a worker may fall before it must pull; infinite if it need not."""
 
     def start(self) -> Tracker:
-        """Return the tracker for one worker."""
+        """Return the tracker for a run."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ class AdaptiveSync:
     max_lag: int = 20
     plateau: float | None = 0.5
 
-    needs_sketch: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.threshold, Real) or not 0 < self.threshold < math.inf:
@@ -114,47 +124,66 @@ class AdaptiveSync:
         return _AdaptiveTracker(self)
 
 
+@dataclass
+class _Course:
+    """How far a version had diverged, and when."""
+
+    version: int  # The newest one it was compared with, and the divergence then.
+    divergence: float = 0.0
+    stalls: int = 0  # Consecutive versions, up to the last, at which the divergence had stopped growing.
+    has_crossed: bool = False
+
+
 class _AdaptiveTracker:
     def __init__(self, rule: AdaptiveSync) -> None:
         self._rule = rule
-        self._own = 0
-        self._version = 0  # The version measured last, and the divergence then.
-        self._divergence = 0.0
-        self._stalls = 0  # Consecutive versions, up to the last, at which the divergence had stopped growing.
-        self._crossings = 0  # Pulls above the threshold since the last one below it.
-        self._has_crossed = False  # Whether the weights of such a pull have yet to arrive.
+        self._courses: dict[int, _Course] = {}
+        self._crossings = 0  # Versions left above the threshold since the last that was left below it.
+        self._crossed_at = 0  # The newest version at the last of them.
 
-    def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
+    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
         if basic := _judge_versions(own, newest):
             return basic
-        if own != self._own:  # A pull has arrived; a version does not diverge from itself.
-            self._crossings += self._has_crossed
-            self._own, self._version, self._divergence, self._stalls, self._has_crossed = own, own, 0.0, 0, False
         if divergence is None:
             return Verdict(True, Reason.UNMEASURED)
+        course = self._course_of(own)
         if not divergence <= self._rule.threshold:  # NaN pulls too.
-            self._has_crossed = True
+            self._note_crossing(course, newest)
             return Verdict(True, Reason.DIVERGED)
-        if newest > self._version:  # Measuring the same version again, on other probes, says nothing about growth.
-            self._stalls = self._stalls + 1 if self._has_stopped_growing(newest, divergence) else 0
-            self._version, self._divergence = newest, divergence
-        if self._stalls >= max(1, self._crossings):
+        if newest > course.version:  # Measuring the same version again, on other probes, says nothing about growth.
+            course.stalls = course.stalls + 1 if self._has_stopped_growing(own, course, newest, divergence) else 0
+            course.version, course.divergence = newest, divergence
+        if course.stalls >= max(1, self._crossings):
             return self._pull_below(Reason.PLATEAU)
         if newest - own >= self._rule.max_lag:
             return self._pull_below(Reason.LAG)
         return Verdict(False, Reason.BELOW)
 
+    def _course_of(self, own: int) -> _Course:
+        if own not in self._courses:
+            while len(self._courses) >= _MAX_COURSES:
+                del self._courses[min(self._courses)]
+            self._courses[own] = _Course(own)  # A version does not diverge from itself.
+        return self._courses[own]
+
+    def _note_crossing(self, course: _Course, newest: int) -> None:
+        """Count a crossing once, even if the pull is long on its way, and workers cross with several versions."""
+        if not course.has_crossed and newest > self._crossed_at:
+            self._crossings += 1
+            self._crossed_at = newest
+        course.has_crossed = True
+
     def _pull_below(self, reason: Reason) -> Verdict:
         self._crossings = 0
         return Verdict(True, reason)
 
-    def _has_stopped_growing(self, newest: int, divergence: float) -> bool:
+    def _has_stopped_growing(self, own: int, course: _Course, newest: int, divergence: float) -> bool:
         if self._rule.plateau is None or divergence < _NEGLIGIBLE * self._rule.threshold:
             return False
-        if self._version <= self._own:
+        if course.version <= own:
             return False  # The first version after a pull has nothing to compare with.
-        growth = (divergence - self._divergence) / (newest - self._version)
-        average = self._divergence / (self._version - self._own)
+        growth = (divergence - course.divergence) / (newest - course.version)
+        average = course.divergence / (course.version - own)
         return growth < self._rule.plateau * average
 
 
@@ -162,7 +191,7 @@ class _AdaptiveTracker:
 class EveryUpdate:
     """Pull every new version."""
 
-    needs_sketch: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
     max_lag: ClassVar[float] = 1
 
     def start(self) -> Tracker:
@@ -179,7 +208,7 @@ class PeriodicSync:
 
     k: int
 
-    needs_sketch: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, Real) or self.k < 1:
@@ -197,7 +226,7 @@ class PeriodicSync:
 class NeverSync:
     """Pull once, at the start, and then keep those weights."""
 
-    needs_sketch: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
     max_lag: ClassVar[float] = math.inf
 
     def start(self) -> Tracker:
@@ -209,7 +238,7 @@ class _LagTracker:
         self._lag = lag
         self._reason = reason
 
-    def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
+    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
         if basic := _judge_versions(own, newest):
             return basic
         if newest - own >= self._lag:
