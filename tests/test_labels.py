@@ -15,7 +15,7 @@ import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from clusterenv import AdaptiveSync, BasePolicy, ClusterEnv, Decision, EveryUpdate
+from clusterenv import AdaptiveSync, BasePolicy, ClusterEnv, Decision, EveryUpdate, SyncBudget
 from clusterenv.policy import Categorical, Custom, Deterministic, QValues, SquashedGaussian, divergence
 from clusterenv.policy.distribution import Distribution
 from clusterenv.rollout import Rollout
@@ -255,3 +255,16 @@ def test_pulls_saved_in_a_stream_are_those_that_every_update_would_have_made(rem
     assert -16 <= saved[EveryUpdate][0] <= 2
     assert saved[AdaptiveSync][1] == 2
     assert saved[AdaptiveSync][0] <= 2 * 60
+
+
+def test_a_budget_is_spent_on_one_worker_after_the_other(remote: Backend) -> None:
+    agent = Linear()
+    with ClusterEnv(Alike, 4, **remote, sync=SyncBudget(pulls_per_update=1)) as envs:
+        envs.reset(seed=1)
+        ages = []
+        for _ in range(20):
+            ages.append(envs.rollout(agent, 8).ages[[0, 2]].tolist())
+            learn(agent, 0.03)
+        assert ages[4:] == [[0, 1], [1, 0]] * 8 or ages[4:] == [[1, 0], [0, 1]] * 8
+        assert envs.stats["pulls_budget"] == 19
+        assert 0 < envs.stats["threshold"] < 1

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from clusterenv.launchers.slurm import SlurmLauncher
     from clusterenv.launchers.ssh import SSHLauncher
     from clusterenv.policy.policy import BasePolicy, Decision, Policy
-    from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync
+    from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync, SyncBudget
     from clusterenv.rollout import Rollout
     from clusterenv.scalars import log_stats
     from clusterenv.setup.factories import NativeVector
@@ -49,6 +49,7 @@ __all__ = [
     "SSHLauncher",
     "SlurmLauncher",
     "Stream",
+    "SyncBudget",
     "Timeouts",
     "errors",
     "log_stats",
@@ -82,6 +83,7 @@ _HOMES = {
     "SSHLauncher": "launchers.ssh",
     "SlurmLauncher": "launchers.slurm",
     "Stream": "head.stream",
+    "SyncBudget": "policy.sync",
     "Timeouts": "config",
     "log_stats": "scalars",
     "make_vec": "entry_points",

@@ -57,6 +57,7 @@ class SizeResult(msgspec.Struct, frozen=True, kw_only=True):
         rollout_messages: That a worker's rollout comes in.
         rollout_bytes: Of them, with headers.
         idle_cores: What heartbeats take while nothing is asked for.
+        versions: CPU seconds from new weights to the rule's verdict on all workers, by agent.
         peak_bytes: The head's memory after the measurements, before the storm.
     """
 
@@ -67,14 +68,10 @@ class SizeResult(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float
     start_cpu_s: float
     idle_cores: float
+    versions: dict[str, float]
     costs: dict[str, Cost]
     peak_bytes: int
     storm: Storm | None
-
-    def check_s(self, phase: str) -> float:
-        """The CPU time of a new version: what a phase with them costs more than one without, for all workers."""
-        plain, checked = self.costs[phase], self.costs[f"{phase}, checked"]
-        return (checked.cpu_s - plain.cpu_s) / checked.checks
 
     @property
     def pull_s(self) -> float:

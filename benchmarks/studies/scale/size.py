@@ -33,6 +33,7 @@ NUM_STEPS = 128
 WIDE = 920  # Hidden units with which the agent has the 7 MB of an Atari network.
 STORM_RATE = 256  # Rollouts a second of all workers together, before and during a pull storm.
 IDLE_S = 2.0
+VERSIONS = 15  # That are judged, one after another.
 PAGE_BYTES = 4096
 
 Phases = dict[str, Callable[[], None]]
@@ -62,16 +63,31 @@ class Bench:
             "stream, one by one": lambda: self._stream(num_envs=1),
         }
         taken = self._take_rounds(phases, self.agent)
-        wide: Phases = {
-            "wide rollout": lambda: self._roll(agent=self.wide),
-            "wide rollout, checked": lambda: self._roll(lambda: change(self.wide), self.wide),
-        }
-        taken |= self._take_rounds(wide, self.wide)
         self.rule.compares, self.rule.pulls = False, True
         taken |= self._take_rounds(
             {"rollout, pulled": lambda: self._roll(lambda: change(self.wide), self.wide)}, self.wide
         )
         return {name: summarize(rounds) for name, rounds in taken.items()}
+
+    def measure_versions(self) -> dict[str, float]:
+        """Return the CPU time from new weights to the rule's verdict on all workers, for a small agent and a wide one.
+
+        It is far less than what a round of rollouts varies by, so it is measured by itself.
+        """
+        found = {}
+        for name, agent in (("64-64", self.agent), ("wide", self.wide)):
+            for _ in range(2):  # Until the pool is full.
+                self.envs.rollout(agent, NUM_STEPS)
+            rollouts = vars(self.envs)["_rollouts"]
+            policy = self.envs._policy_of(agent)
+            seconds = []
+            for _ in range(VERSIONS):
+                change(agent)
+                started = time.process_time()
+                rollouts.versions.prepare(policy, {})
+                seconds.append(time.process_time() - started)
+            found[name] = float(np.median(seconds))
+        return found
 
     def measure_plain_costs(self) -> dict[str, Cost]:
         """Measure rollouts and streams only."""
@@ -167,6 +183,7 @@ def measure_size(num_workers: int, recording: Path, rounds: int, rollouts: int, 
         start_s, start_cpu_s = time.perf_counter() - started, time.process_time() - cpu
         envs.reset(seed=1)
         bench = Bench(envs, rule, rounds, rollouts)
+        versions = {} if num_floats else bench.measure_versions()
         costs = bench.measure_plain_costs() if num_floats else bench.measure_costs()
         peak_bytes = read_memory()
         storm = None if num_floats else bench.measure_storm()
@@ -178,6 +195,7 @@ def measure_size(num_workers: int, recording: Path, rounds: int, rollouts: int, 
         start_s=start_s,
         start_cpu_s=start_cpu_s,
         idle_cores=bench.idle_cores,
+        versions=versions,
         costs=costs,
         peak_bytes=peak_bytes,
         storm=storm,

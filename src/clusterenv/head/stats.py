@@ -23,6 +23,7 @@ class Stats:
         self.pulls_if_every_update = 0
         self.bytes_if_every_update = 0
         self.divergence = float("nan")
+        self.threshold = float("nan")
         self.age = 0.0
         self.fast_path = 0
         self.bytes: Counter[str] = Counter(weights=0, checks=0, rollouts=0)
@@ -75,6 +76,7 @@ class Stats:
             "pulls": self.pulls,
             "pulls_saved": self.pulls_if_every_update - self.pulls,
             "divergence": self.divergence,
+            "threshold": self.threshold,
             "age": self.age,
             "fast_path": self.fast_path,
             "collect_seconds": self.collect_s,

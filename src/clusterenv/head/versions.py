@@ -142,6 +142,8 @@ class Versions:
                 for worker in takers:
                     self._pull(worker, verdict.reason)
                 pulls += takers
+                if takers and held.compared == self.newest:  # The least of them comes last.
+                    self._stats.threshold = held.divergence
         if behind:
             self._stats.age = self.newest - self._sum_held / len(self._workers)
         return pulls

@@ -11,7 +11,7 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from numbers import Real
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 from clusterenv.errors import ConfigError
 
@@ -31,6 +31,7 @@ class Reason(Enum):
     PERIOD = "period"
     DIVERGED = "diverged"
     PLATEAU = "plateau"
+    BUDGET = "budget"
     LAG = "max_lag"
     UNMEASURED = "unmeasured"
 
@@ -104,7 +105,7 @@ class AdaptiveSync:
 
     threshold: float = 0.05
     _: KW_ONLY
-    max_lag: int = 20
+    max_lag: float = 20
     plateau: float | None = 0.5
 
     compares: ClassVar[bool] = True
@@ -119,6 +120,14 @@ class AdaptiveSync:
                 f"AdaptiveSync.plateau must be at least 0 and less than 1, got {self.plateau}: steady growth is "
                 "1 times its own average. None switches it off."
             )
+
+    @classmethod
+    def off_policy(cls, threshold: float = 0.05) -> Self:
+        """Return the rule for learners that correct for who made the data, or do not care: DQN, SAC, V-trace.
+
+        The trap is not for them, so both protections are off: workers pull when they have diverged, and only then.
+        """
+        return cls(threshold, max_lag=math.inf, plateau=None)
 
     def start(self) -> Tracker:
         return _AdaptiveTracker(self)
@@ -185,6 +194,52 @@ class _AdaptiveTracker:
         growth = (divergence - course.divergence) / (newest - course.version)
         average = course.divergence / (course.version - own)
         return growth < self._rule.plateau * average
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncBudget:
+    """Pull so often per new version on average, the workers that have diverged most first.
+
+    Among equals those that hold the oldest version come first. What is not spent, because nobody has diverged, is not
+    saved up: over any 20 versions there are at most 20 times as many pulls, and one more. `envs.stats["threshold"]` is
+    the divergence that this came to: the least at which workers pulled last.
+
+    Attributes:
+        pulls_per_update: Of all workers together; 0.5 is one pull for every second version.
+    """
+
+    pulls_per_update: float
+
+    compares: ClassVar[bool] = True
+    max_lag: ClassVar[float] = math.inf
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pulls_per_update, Real) or not 0 < self.pulls_per_update < math.inf:
+            raise ConfigError(
+                f"SyncBudget.pulls_per_update must be a positive number of pulls, got {self.pulls_per_update!r}."
+            )
+
+    def start(self) -> Tracker:
+        return _BudgetTracker(float(self.pulls_per_update))
+
+
+class _BudgetTracker:
+    def __init__(self, pulls_per_update: float) -> None:
+        self._income = pulls_per_update
+        self._most = pulls_per_update + 1 if pulls_per_update >= 1 else 1.0  # One more: fractions must not be lost.
+        self._left = 0.0
+        self._newest: int | None = None
+
+    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
+        if basic := _judge_versions(own, newest):
+            return basic
+        if self._newest is None or newest > self._newest:
+            updates = 1 if self._newest is None else newest - self._newest
+            self._left, self._newest = min(self._most, self._left + updates * self._income), newest
+        # A thousandth: ten times a tenth is not quite one.
+        count = 0 if divergence == 0.0 else min(num_workers, int(self._left + 1e-3))
+        self._left -= count
+        return Verdict(True, Reason.BUDGET, count) if count else Verdict(False, Reason.WAITING)
 
 
 @dataclass(frozen=True, kw_only=True)
