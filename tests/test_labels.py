@@ -264,7 +264,37 @@ def test_a_budget_is_spent_on_one_worker_after_the_other(remote: Backend) -> Non
         ages = []
         for _ in range(20):
             ages.append(envs.rollout(agent, 8).ages[[0, 2]].tolist())
-            learn(agent, 0.03)
+            agent.matrix[:, 0] += 0.03  # Always on: the older a version, the farther it is.
         assert ages[4:] == [[0, 1], [1, 0]] * 8 or ages[4:] == [[1, 0], [0, 1]] * 8
         assert envs.stats["pulls_budget"] == 19
         assert 0 < envs.stats["threshold"] < 1
+
+
+class Watched(Linear):
+    """Notes in a file on how many states it was asked for its distributions, where it is the learner's own."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+        self._learner = os.getpid()
+
+    def distribution(self, obs: Any, state: Any = None) -> Categorical:
+        if os.getpid() == self._learner:
+            with open(self._path, "a") as file:
+                file.write(f"{len(obs)}\n")
+        return super().distribution(obs, state)
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_the_newest_policy_is_evaluated_once_for_all_holders_of_a_version(num_workers: int, tmp_path: Path) -> None:
+    path = tmp_path / "evaluations"
+    agent = Watched(str(path))
+    with ClusterEnv(Alike, 16, num_workers=num_workers, sync=AdaptiveSync(1e6, plateau=None)) as envs:
+        envs.reset(seed=1)
+        for _ in range(3):  # Of 1,024 states each: the pool is full.
+            envs.rollout(agent, 64)
+        path.write_text("")
+        for _ in range(5):
+            learn(agent, 0.01)
+            envs.rollout(agent, 64)
+    assert path.read_text().split() == ["512"] * 5

@@ -244,7 +244,7 @@ def test_no_worker_is_ever_more_than_the_lag_bound_behind_or_over_the_threshold(
 )
 def test_settings_that_make_no_sense_are_refused(arguments: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(arguments))):
-        AdaptiveSync(**arguments)  # type: ignore[arg-type]  # wrong on purpose
+        AdaptiveSync(**arguments)
 
 
 def test_a_period_is_at_least_one_version() -> None:
