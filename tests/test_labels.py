@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from clusterenv import AdaptiveSync, BasePolicy, ClusterEnv, Decision, EveryUpdate, SyncBudget
+from clusterenv.head.worker import Version
 from clusterenv.policy import Categorical, Custom, Deterministic, QValues, SquashedGaussian, divergence
 from clusterenv.policy.distribution import Distribution
 from clusterenv.rollout import Rollout
@@ -298,3 +300,14 @@ def test_the_newest_policy_is_evaluated_once_for_all_holders_of_a_version(num_wo
             learn(agent, 0.01)
             envs.rollout(agent, 64)
     assert path.read_text().split() == ["512"] * 5
+
+
+def test_versions_that_nobody_holds_any_more_are_forgotten() -> None:
+    agent = Linear()
+    with ClusterEnv(Alike, 4, num_workers=0, sync=AdaptiveSync(1e-9, plateau=None)) as envs:
+        envs.reset(seed=1)
+        for _ in range(30):
+            envs.step(agent)
+            learn(agent, 0.1)
+        assert envs.stats["pulls"] > 20
+        assert sum(isinstance(each, Version) and each.number > 1 for each in gc.get_objects()) < 4

@@ -103,6 +103,8 @@ class Versions:
         pulls = set(self.judge())
         if pulls:
             self._backend.load(self._spec, policy.weights())
+        for worker in pulls:  # Nothing is under way: what they make next they make with these.
+            worker.policy.given = deque([worker.policy.given[-1]])
         return pulls
 
     def notice(self, policy: Policy) -> bool:
@@ -375,9 +377,11 @@ class Versions:
     def _read(self, data: bytes | None, num_rows: int, at_most: int, states: State) -> Probes | None:
         if data is None:
             return None
-        form = self._study()
-        if form is None or not at_most:
+        if not at_most:
             raise WireError("It says how its actions were distributed, which it was not asked for.")
+        form = self._study()
+        if form is None or self._policy is None:  # Or a failure has ended the stream that this was for.
+            return None
         self._stats.bytes["checks"] += len(data)
         return unpack(values.loads(data), form, num_rows=num_rows, at_most=at_most, states=states)
 
