@@ -165,7 +165,7 @@ def train(args: Args) -> list[float]:
             args.num_envs,
             num_workers=args.num_workers,
             launcher=args.launcher,
-            sync=AdaptiveSync(threshold=args.sync_threshold),
+            sync=AdaptiveSync.off_policy(args.sync_threshold),
         ) as envs,
     ):
         observation_space, action_space = envs.single_observation_space, envs.single_action_space

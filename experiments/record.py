@@ -89,7 +89,7 @@ class Record:
                 "pulls": stats["pulls"] / workers - 1,
                 **{name: stats.get(name, 0) / workers for name in COLUMNS if name.startswith("pulls_")},
                 "bytes_weights": stats["bytes_weights"],
-                "bytes_checks": stats["bytes_sketches"],
+                "bytes_checks": stats["bytes_checks"],
                 "seconds": round(time.monotonic() - self._began, 2),
             }
             self._writer.writerow(write_number(row[name]) for name in COLUMNS)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
 from clusterenv.wire import values
@@ -35,6 +36,29 @@ EVALUATIONS: dict[str, tuple[Any, list[int]]] = {
     "a pickle as an info": ([[0, 1.0, 1, True, False, False, b"\x80\x05\x95"]], []),
     "a list as an info": ([[0, 1.0, 1, True, False, False, b"\x90"]], []),
     "others' episodes given back": ([], [10**6, -1]),
+}
+PROBES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a number": lambda said: 7,
+    "a list": lambda said: [1, 2],
+    "nothing": lambda said: {},
+    "something more": lambda said: {**said, "more": 1},
+    "no rows": lambda said: {**said, "rows": said["rows"][:0]},
+    "rows of others": lambda said: {**said, "rows": said["rows"] + np.uint32(10**6)},
+    "rows twice": lambda said: {**said, "rows": said["rows"] * np.uint32(0)},
+    "rows of another kind": lambda said: {**said, "rows": said["rows"].astype(np.float64)},
+    "rows that are none": lambda said: {**said, "rows": "01"},
+    "far too many rows": lambda said: {**said, "rows": np.arange(4096, dtype=np.uint32)},
+    "another family": lambda said: {**said, "family": "bernoulli"},
+    "a family of objects": lambda said: {**said, "family": ["x"]},
+    "other arrays": lambda said: {**said, "arrays": {"mean": said["arrays"]["logits"]}},
+    "no arrays": lambda said: {**said, "arrays": 3},
+    "lists": lambda said: {**said, "arrays": {"logits": [[0.0, 1.0]]}},
+    "too few parameters": lambda said: {**said, "arrays": {"logits": said["arrays"]["logits"][1:]}},
+    "wide parameters": lambda said: {**said, "arrays": {"logits": np.zeros((len(said["rows"]), 9), np.float32)}},
+    "whole numbers": lambda said: {**said, "arrays": {"logits": said["arrays"]["logits"].astype(np.int64)}},
+    "NaN": lambda said: {**said, "arrays": {"logits": said["arrays"]["logits"] * np.float32(np.nan)}},
+    "infinity": lambda said: {**said, "arrays": {"logits": np.full_like(said["arrays"]["logits"], np.inf)}},
+    "states": lambda said: {**said, "states": {"hidden": np.zeros((1, 8))}},
 }
 VERSIONS = {"a version to come": 2**52, "the version after the newest": None}
 
@@ -83,6 +107,25 @@ for _name, _version in VERSIONS.items():
         Channel.send(channel, msgspec.structs.replace(reply, version=said), arrays)
 
     trick(_name, Collected)(_play)
+
+
+for _name, _lie in PROBES.items():
+
+    def _probe(channel: HostileChannel, reply: Any, arrays: Any, lie: Callable[..., Any] = _lie) -> None:
+        said = values.dumps(lie(values.loads(reply.probes)))
+        Channel.send(channel, msgspec.structs.replace(reply, probes=said), arrays)
+
+    trick(f"probes: {_name}", Collected)(_probe)
+
+
+@trick("probes: bytes that say nothing", Collected)
+def _garble(channel: HostileChannel, reply: Any, arrays: list[NDArray[Any]]) -> None:
+    Channel.send(channel, msgspec.structs.replace(reply, probes=b"\xc1\xff"), arrays)
+
+
+@trick("probes that nobody asked for", Collected)
+def _volunteer(channel: HostileChannel, reply: Any, arrays: list[NDArray[Any]]) -> None:
+    Channel.send(channel, msgspec.structs.replace(reply, probes=values.dumps({})), arrays)
 
 
 if __name__ == "__main__":

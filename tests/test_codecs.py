@@ -58,7 +58,15 @@ def test_mutations_of_any_value_are_read_or_refused(data: bytes, source: random.
 MESSAGES = st.one_of(
     st.builds(messages.Stepped, st.integers(-(2**63), 2**64 - 1), st.none() | st.binary(), st.none() | st.binary()),
     st.builds(messages.Part, *[st.integers(-(2**63), 2**64 - 1)] * 3),
-    st.builds(messages.Measured, st.integers(0, 100), st.floats(allow_nan=False), st.floats(allow_nan=False)),
+    st.builds(
+        messages.Collected,
+        st.integers(0, 100),
+        st.binary(),
+        st.floats(allow_nan=False),
+        st.integers(0, 9),
+        st.integers(0, 2**53 - 1),
+        st.none() | st.binary(),
+    ),
     st.builds(messages.Failed, st.integers(0, 9), st.none() | st.integers(0, 9), *[st.text()] * 4),
 )
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
 
-from clusterenv import ClusterEnv, EveryUpdate, Faults, Network, Timeouts
+from clusterenv import AdaptiveSync, ClusterEnv, EveryUpdate, Faults, Network, Timeouts
 from clusterenv.errors import WireError, WorkerLost
 from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
@@ -63,8 +63,7 @@ def start(tricks: Sequence[str], transport: str, **options: Any) -> ClusterEnv:
         num_workers=2,
         launcher=SecondMeansHarm(tricks),
         network=Network(transport=transport),
-        sync=EveryUpdate(),
-        **options,
+        **({"sync": EveryUpdate()} | options),
     )
 
 
@@ -138,6 +137,30 @@ def test_a_version_that_nobody_has_published_labels_no_rollout(transport: str, n
         except (WireError, WorkerLost) as error:
             refusal = str(error)
         assert names_second(refusal)
+
+
+def test_what_a_worker_makes_up_about_its_policy_is_refused_by_name_and_harms_no_other() -> None:
+    tricks = [f"probes: {name}" for name in [*hostile_answers.PROBES, "bytes that say nothing"]]
+    agent = Linear()
+    with start(tricks, "zmq", sync=AdaptiveSync(0.05), faults=Faults(on_loss="raise")) as envs:
+        envs.reset(seed=1)
+        for name in tricks:
+            with pytest.raises(WireError) as refused:
+                envs.rollout(agent, 8)
+            assert names_second(str(refused.value)), name
+            assert len(str(refused.value)) < 1500, name
+            agent.nudge(0.01)
+        assert np.isfinite(envs.rollout(agent, 8).divergences).all()
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_worker_that_says_unasked_how_it_acts_is_refused(transport: str) -> None:
+    with start(["probes that nobody asked for"], transport) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(WireError, match="not asked for") as refused:
+            envs.rollout(Linear(), 8)
+        assert names_second(str(refused.value))
+        assert envs.rollout(Linear(), 8).num_envs == NUM_ENVS
 
 
 class Complaining(Counted):

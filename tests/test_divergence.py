@@ -1,4 +1,4 @@
-"""Divergences against torch.distributions and closed forms, the laws they obey, and what a sketch's reader refuses."""
+"""Divergences against torch.distributions and closed forms, the laws they obey, and what their reader refuses."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_divergence_is_never_negative_nor_nan(pair: Arrays) -> None:
     st.sampled_from(["family", "name", "missing", "shape", "integers", "nan", "inf", "objects"]),
 )
 @settings(max_examples=120, deadline=None)
-def test_a_malformed_sketch_is_refused(name: str, fault: str) -> None:
+def test_malformed_parameters_are_refused(name: str, fault: str) -> None:
     own = MAKERS[name](np.random.default_rng(1))
     family, arrays = own.to_arrays()
     first = next(iter(arrays))

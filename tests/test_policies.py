@@ -1,4 +1,4 @@
-"""Policies in numpy, the probes they are compared on, and what becomes a policy."""
+"""Policies in numpy, and what becomes a policy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import sys
 import cloudpickle
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from clusterenv.adapters import as_policy
@@ -19,7 +17,6 @@ from clusterenv.errors import PolicyError
 from clusterenv.policy import Categorical
 from clusterenv.policy.distribution import Array, Distribution
 from clusterenv.policy.policy import BasePolicy, Decision, FunctionPolicy, Policy, State, Tree, start_episodes
-from clusterenv.policy.sketch import DEFAULT_PROBES, Probes, Sketch, choose_probes, make_sketch, measure, take_probes
 
 
 class Linear(BasePolicy):
@@ -146,105 +143,3 @@ def test_a_numpy_agent_does_not_load_torch() -> None:
         "assert not [name for name in sys.modules if name.split('.')[0] == 'torch']"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-@given(
-    num_steps=st.integers(1, 40),
-    num_envs=st.integers(1, 40),
-    count=st.integers(1, 80),
-    seed=st.integers(0, 2**62),
-    number=st.integers(0, 2**40),
-)
-@settings(max_examples=100, deadline=None)
-def test_probes_are_spread_evenly_over_time_and_environments(
-    num_steps: int, num_envs: int, count: int, seed: int, number: int
-) -> None:
-    steps, envs = choose_probes(num_steps, num_envs, count=count, seed=seed, number=number)
-    expected = min(count, num_steps * num_envs)
-    assert len(steps) == len(envs) == expected
-    per_env = np.bincount(envs, minlength=num_envs)
-    assert per_env.max() - per_env.min() <= 1
-    for k, step in enumerate(steps):
-        assert k * num_steps // expected <= step <= ((k + 1) * num_steps - 1) // expected
-
-
-def test_both_sides_choose_the_same_probes_on_every_machine() -> None:
-    steps, envs = choose_probes(128, 64, count=6, seed=11, number=3)
-    assert steps.tolist() == [2, 40, 54, 69, 86, 116]
-    assert envs.tolist() == [58, 48, 40, 53, 36, 18]
-    others = choose_probes(128, 64, count=6, seed=11, number=4)
-    assert others.envs.tolist() != envs.tolist()
-
-
-def test_probes_avoid_rows_where_no_action_was_taken() -> None:
-    valid = np.random.default_rng(0).random((32, 8)) < 0.7
-    valid[:, 3] = False  # Nothing to move to: better a useless probe than none.
-    valid[:, 4] = True
-    steps, envs = choose_probes(32, 8, count=64, seed=1, number=1, valid=valid)
-    assert valid[steps, envs][envs != 3].all()
-    unmoved = choose_probes(32, 8, count=64, seed=1, number=1)
-    np.testing.assert_array_equal(steps[envs == 4], unmoved.steps[envs == 4])
-
-
-def test_probes_of_nested_observations_and_states_belong_together() -> None:
-    grid = np.arange(10 * 4).reshape(10, 4)
-    indices = choose_probes(10, 4, count=12, seed=0, number=0)
-    probes = take_probes(indices, {"a": grid, "b": (grid, grid[..., None])}, {"h": grid})
-    assert isinstance(probes.obs, dict)
-    assert isinstance(probes.obs["b"], tuple)
-    assert probes.state is not None
-    expected = grid[indices.steps, indices.envs]
-    for array in (probes.obs["a"], probes.obs["b"][0], probes.state["h"]):
-        np.testing.assert_array_equal(array, expected)
-    np.testing.assert_array_equal(probes.obs["b"][1], expected[:, None])
-
-
-def test_a_sketch_measures_the_divergence_on_its_probes(obs: NDArray[np.float32]) -> None:
-    own, newest, probes = Linear(0), Linear(1), Probes(obs)
-    sketch = make_sketch(newest, probes, version=3)
-    assert sketch is not None
-    assert sketch.version == 3
-    measured = measure(own, probes, sketch)
-    gap = own.distribution(obs).kl(newest.distribution(obs))
-    np.testing.assert_allclose(measured.mean, gap.mean())
-    np.testing.assert_allclose(measured.standard_error, gap.std(ddof=1) / 8)
-    assert measure(newest, probes, sketch).mean == 0.0
-
-
-def test_the_default_sketch_is_small() -> None:
-    obs = np.zeros((DEFAULT_PROBES, 4), np.float32)
-    sketch = make_sketch(Linear(), Probes(obs), version=1)
-    assert sketch is not None
-    weights_of_a_64_64_agent = 9_155 * 4
-    assert sketch.size_bytes <= 0.05 * weights_of_a_64_64_agent
-
-
-def test_the_probe_estimate_is_as_good_as_its_standard_error_says() -> None:
-    rng = np.random.default_rng(4)
-    rollout = rng.standard_normal((128, 64, 4)).astype(np.float32)
-    own, newest = Linear(0), Linear(0)
-    newest.matrix += 0.2 * rng.standard_normal((4, 2)).astype(np.float32)
-    full = own.distribution(rollout.reshape(-1, 4)).kl(newest.distribution(rollout.reshape(-1, 4))).mean()
-    errors = []
-    for number in range(100):
-        probes = take_probes(choose_probes(128, 64, seed=0, number=number), rollout)
-        sketch = make_sketch(newest, probes, version=2)
-        assert sketch is not None
-        measured = measure(own, probes, sketch)
-        errors.append((measured.mean - full) / measured.standard_error)
-    assert np.mean(np.abs(errors) < 2) > 0.85
-    assert abs(np.mean(errors)) < 0.4
-
-
-def test_a_policy_without_distribution_has_no_sketch(obs: NDArray[np.float32]) -> None:
-    policy = FunctionPolicy(lambda obs: obs)
-    assert make_sketch(policy, Probes(obs), version=1) is None
-    with pytest.raises(PolicyError, match="distribution"):
-        measure(policy, Probes(obs), Sketch(1, "categorical", {}))
-
-
-def test_training_that_diverged_to_nan_is_reported_by_the_sketch(obs: NDArray[np.float32]) -> None:
-    policy = Linear()
-    policy.matrix[0, 0] = np.nan
-    with pytest.raises(PolicyError, match="diverged"):
-        make_sketch(policy, Probes(obs), version=1)

@@ -91,7 +91,7 @@ def test_adaptive_sync_measures_on_the_rollouts_own_probes_and_pulls_less(remote
                 agent.nudge(0.01)
         stats = envs.stats
     assert stats["checks"] > 10
-    assert stats["bytes_sketches"] > 0
+    assert stats["bytes_checks"] > 0
     assert stats["pulls"] < stats["pulls_saved"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from clusterenv.policy.sync import (
     NeverSync,
     PeriodicSync,
     Reason,
+    SyncBudget,
     SyncRule,
     Tracker,
     Verdict,
@@ -61,8 +63,8 @@ def test_a_worker_with_the_newest_weights_does_not_pull(rule: SyncRule) -> None:
     assert rule.start().judge(0, 0) == Verdict(False, Reason.CURRENT)
 
 
-def test_only_the_adaptive_rule_needs_sketches() -> None:
-    assert [rule.needs_sketch for rule in RULES] == [True, False, False, False]
+def test_only_the_adaptive_rule_compareses() -> None:
+    assert [rule.compares for rule in RULES] == [True, False, False, False]
 
 
 def test_trackers_of_one_rule_share_nothing() -> None:
@@ -242,7 +244,7 @@ def test_no_worker_is_ever_more_than_the_lag_bound_behind_or_over_the_threshold(
 )
 def test_settings_that_make_no_sense_are_refused(arguments: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(arguments))):
-        AdaptiveSync(**arguments)  # type: ignore[arg-type]  # wrong on purpose
+        AdaptiveSync(**arguments)
 
 
 def test_a_period_is_at_least_one_version() -> None:
@@ -254,3 +256,45 @@ def test_the_threshold_is_the_one_argument_everybody_gives() -> None:
     assert AdaptiveSync(0.02) == AdaptiveSync(threshold=0.02)
     with pytest.raises(TypeError):
         AdaptiveSync(0.02, 5)  # type: ignore[call-arg]  # that is the point
+
+
+def test_an_off_policy_learner_pulls_when_diverged_and_for_no_other_reason() -> None:
+    still = [0.02] * 500
+    assert count_pulls(AdaptiveSync.off_policy(), still, updates=500) == []
+    assert AdaptiveSync.off_policy(0.01).start().judge(1, 2, 0.02) == Verdict(True, Reason.DIVERGED)
+
+
+@pytest.mark.parametrize("pulls_per_update", [0.25, 0.5, 1, 3.7, 12])
+def test_a_budget_is_kept_over_any_20_updates(pulls_per_update: float) -> None:
+    tracker, num_workers = SyncBudget(pulls_per_update=pulls_per_update).start(), 64
+    held = {1: num_workers}
+    spent = []
+    for newest in range(2, 202):
+        pulled = 0
+        # Versions hardly diverge for a while: what is not spent then must not be spent at once.
+        for own in sorted(held):
+            divergence = 0.0 if 80 < newest < 120 else 0.01 * (newest - own)
+            verdict = tracker.judge(own, newest, divergence, held[own])
+            count = min(held[own], verdict.at_most or 0) if verdict.pulls else 0
+            held[own] -= count
+            pulled += count
+        held = {own: count for own, count in {**held, newest: pulled}.items() if count}
+        spent.append(pulled)
+    budget = 20 * pulls_per_update
+    windows = [sum(spent[start : start + 20]) for start in range(len(spent) - 19)]
+    assert max(windows) <= max(1.1 * budget, budget + 1)
+    assert min(windows[:60]) >= min(0.9 * budget, budget - 1)
+
+
+def test_a_budget_goes_to_the_most_diverged_who_are_judged_first_and_then_is_gone() -> None:
+    tracker = SyncBudget(pulls_per_update=3).start()
+    assert tracker.judge(1, 4, 0.5, 2) == Verdict(True, Reason.BUDGET, 2)
+    assert tracker.judge(2, 4, 0.2, 5) == Verdict(True, Reason.BUDGET, 1)
+    assert not tracker.judge(3, 4, 0.1, 1).pulls
+    assert tracker.judge(2, 5, 0.3, 9).at_most == 3
+
+
+@pytest.mark.parametrize("wrong", [0, -1, math.inf, math.nan, "all"])
+def test_a_budget_that_makes_no_sense_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="pulls_per_update"):
+        SyncBudget(pulls_per_update=wrong)

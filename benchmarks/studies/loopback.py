@@ -1,4 +1,4 @@
-"""What a sketch and a version's weights really take on a socket, encryption and headers included (Linux only)."""
+"""What a check and a version's weights really take on a socket, encryption and headers included (Linux only)."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,9 +16,9 @@ DEVICES = Path("/proc/net/dev")
 REPEATS = 4
 ENVS_PER_WORKER, NUM_STEPS = 16, 4  # 64 rows: enough for all probes, and few enough not to hide them.
 
-# Sketches without pulls, pulls without sketches, and neither: the differences are what each costs.
+# Checks without pulls, pulls without checks, and neither: the differences are what each costs.
 RULES: Mapping[str, Any] = {
-    "sketch": AdaptiveSync(threshold=1e9, plateau=None, max_lag=10**6),
+    "check": AdaptiveSync(threshold=1e9, plateau=None, max_lag=10**6),
     "weights": EveryUpdate(),
     "neither": NeverSync(),
 }
@@ -36,12 +36,12 @@ class Traffic(NamedTuple):
     """Bytes of one run."""
 
     on_device: int
-    sketches: int
+    checks: int
     weights: int
 
 
 def measure_wire(make_agent: Callable[[], Agent], task: str, num_workers: int, updates: int) -> list[WireBytes]:
-    """Measure runs that send sketches only, weights only, and neither, and subtract.
+    """Measure runs that send what checks need only, weights only, and neither, and subtract.
 
     Rollouts come back over the same device, which is why they are short. Other programs' traffic can only add to ours,
     so the rules take turns and of every rule the smallest of several runs counts.
@@ -54,7 +54,7 @@ def measure_wire(make_agent: Callable[[], Agent], task: str, num_workers: int, u
     parts = updates * num_workers
     neither = least["neither"].on_device
     return [
-        WireBytes("sketch", (least["sketch"].on_device - neither) / parts, least["sketch"].sketches / parts),
+        WireBytes("check", (least["check"].on_device - neither) / parts, least["check"].checks / parts),
         WireBytes("weights", (least["weights"].on_device - neither) / parts, least["weights"].weights / parts),
     ]
 
@@ -77,7 +77,7 @@ def run_once(make_agent: Callable[[], Agent], task: str, num_workers: int, rule:
         after, last = read_loopback(), envs.stats
     return Traffic(
         after - before,
-        int(last["bytes_sketches"] - first["bytes_sketches"]),
+        int(last["bytes_checks"] - first["bytes_checks"]),
         int(last["bytes_weights"] - first["bytes_weights"]),
     )
 

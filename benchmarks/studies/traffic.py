@@ -1,6 +1,6 @@
 """What keeping the workers' policies new costs in bytes: `python -m benchmarks.studies.traffic`.
 
-Counts the bytes of weights and sketches in real training runs with each sync rule, for a small agent and for an Atari
+Counts the bytes of weights and checks in real training runs with each sync rule, for a small agent and for an Atari
 network, against the way of the reference implementation: all weights, as JSON, to every worker, at every step. Then
 measures on the loopback device what really crosses a socket. Writes its tables to `benchmarks/results/`.
 """
@@ -35,7 +35,7 @@ class Case:
     """An agent, and a training run that is long enough to count its bytes.
 
     Args:
-        at_most: The largest share of the weights that a sketch may have.
+        at_most: The largest share of the weights that a check may have.
     """
 
     name: str
@@ -85,19 +85,19 @@ class Count:
     checks: int
     pulls: int
     weights: int
-    sketches: int
+    check_bytes: int
     json_bytes: int
     version_bytes: int
 
     @property
     def per_version(self) -> float:
-        """Bytes for weights and sketches per version and worker."""
-        return (self.weights + self.sketches) / (self.versions * NUM_WORKERS)
+        """Bytes for weights and checks per version and worker."""
+        return (self.weights + self.check_bytes) / (self.versions * NUM_WORKERS)
 
     @property
-    def sketch_share(self) -> float:
-        """The size of a sketch as a share of the weights; 0 if there were none."""
-        return self.sketches / self.checks / self.version_bytes if self.checks else 0.0
+    def check_share(self) -> float:
+        """What a check takes per worker as a share of the weights; 0 if there were none."""
+        return self.check_bytes / self.checks / NUM_WORKERS / self.version_bytes if self.checks else 0.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,7 +157,7 @@ def count_bytes(case: Case, name: str, rule: Any, updates: int, transport: str) 
         checks=grown("checks"),
         pulls=grown("pulls"),
         weights=grown("bytes_weights"),
-        sketches=grown("bytes_sketches"),
+        check_bytes=grown("bytes_checks"),
         json_bytes=len(encode_json(agent)) * NUM_WORKERS * case.num_steps * updates,
         version_bytes=int(first["bytes_weights"]) // NUM_WORKERS,
     )
@@ -184,19 +184,19 @@ def to_markdown(counts: Sequence[Count], wire: Sequence[tuple[Case, WireBytes]])
         "the synthetic frames there is nothing to learn, so there the number of pulls means little; the sizes count. "
         "Made by `python -m benchmarks.studies.traffic`.",
         "",
-        "| agent | rule | pulls per worker | weights | sketches | per version and worker | JSON every step |",
+        "| agent | rule | pulls per worker | weights | checks | per version and worker | JSON every step |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     lines += [
         f"| {each.case.name} | {each.rule} | {each.pulls / NUM_WORKERS:.1f} of {each.versions} | "
-        f"{size(each.weights)} | {size(each.sketches)} | {size(each.per_version)} | {size(each.json_bytes)}, "
-        f"{each.json_bytes / (each.weights + each.sketches):,.0f} times as much |"
+        f"{size(each.weights)} | {size(each.check_bytes)} | {size(each.per_version)} | {size(each.json_bytes)}, "
+        f"{each.json_bytes / (each.weights + each.check_bytes):,.0f} times as much |"
         for each in counts
     ]
     lines += ["", "| target | measured | |", "|---|---|---|"]
     lines += [
-        f"| {each.case.name}: a sketch is at most {each.case.at_most:.2%} of the weights | {each.sketch_share:.3%} of "
-        f"{size(each.version_bytes)} | {'met' if each.sketch_share <= each.case.at_most else 'MISSED'} |"
+        f"| {each.case.name}: a check is at most {each.case.at_most:.2%} of the weights | {each.check_share:.3%} of "
+        f"{size(each.version_bytes)} | {'met' if each.check_share <= each.case.at_most else 'MISSED'} |"
         for each in counts
         if each.checks
     ]
@@ -215,8 +215,8 @@ def to_markdown(counts: Sequence[Count], wire: Sequence[tuple[Case, WireBytes]])
 
 
 CSV_FIELDS = (
-    *("agent", "rule", "num_workers", "num_steps", "versions", "checks", "pulls", "bytes_weights", "bytes_sketches"),
-    *("bytes_json_every_step", "bytes_of_a_version", "sketch_share"),
+    *("agent", "rule", "num_workers", "num_steps", "versions", "checks", "pulls", "bytes_weights", "bytes_checks"),
+    *("bytes_json_every_step", "bytes_of_a_version", "check_share"),
 )
 
 
@@ -224,7 +224,7 @@ def csv_row(count: Count) -> tuple[object, ...]:
     """List one run's numbers, in the order of `CSV_FIELDS`."""
     return (
         *(count.case.name, count.rule, NUM_WORKERS, count.case.num_steps, count.versions, count.checks, count.pulls),
-        *(count.weights, count.sketches, count.json_bytes, count.version_bytes, f"{count.sketch_share:.6f}"),
+        *(count.weights, count.check_bytes, count.json_bytes, count.version_bytes, f"{count.check_share:.6f}"),
     )
 
 

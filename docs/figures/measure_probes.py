@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from clusterenv import AdaptiveSync, ClusterEnv, Rollout
 from clusterenv.adapters.torch import TorchPolicy
 from clusterenv.policy import divergence
-from clusterenv.policy.sketch import choose_probes
+from clusterenv.policy.probes import spread
 
 NUM_ENVS, NUM_STEPS, NUM_UPDATES, NUM_DRAWS = 64, 128, 24, 60
-COUNTS = (16, 32, 64, 128, 256)
+COUNTS = (64, 128, 256, 512)
 CONFIG = PpoConfig(decoupled=True, learning_rate=1e-3, minibatch_size=500)
 
 
@@ -63,8 +63,8 @@ def main() -> None:
     for count in COUNTS:
         even, loose = [], []
         for gap, valid in found:
-            draws = [choose_probes(*gap.shape, count=count, seed=0, number=n, valid=valid) for n in range(NUM_DRAWS)]
-            even.append([gap[draw].mean() for draw in draws])
+            rows = gap[valid]  # In order of time, then environment, as a worker chooses among them.
+            even.append([rows[spread(count, len(rows), rng)].mean() for _ in range(NUM_DRAWS)])
             loose.append(rng.choice(gap[valid], (NUM_DRAWS, count)).mean(axis=1))
         errors = np.array(even) / truths[:, None] - 1
         loose_errors = np.array(loose) / truths[:, None] - 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from clusterenv.launchers.slurm import SlurmLauncher
     from clusterenv.launchers.ssh import SSHLauncher
     from clusterenv.policy.policy import BasePolicy, Decision, Policy
-    from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync
+    from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync, SyncBudget
     from clusterenv.recording.recorder import Recorder
     from clusterenv.rollout import Rollout
     from clusterenv.scalars import log_stats
@@ -54,6 +54,7 @@ __all__ = [
     "SSHLauncher",
     "SlurmLauncher",
     "Stream",
+    "SyncBudget",
     "Timeouts",
     "WorkerFailed",
     "WorkerLost",
@@ -92,6 +93,7 @@ _HOMES = {
     "SSHLauncher": "launchers.ssh",
     "SlurmLauncher": "launchers.slurm",
     "Stream": "head.stream",
+    "SyncBudget": "policy.sync",
     "Timeouts": "config",
     "WorkerFailed": "errors",
     "WorkerLost": "errors",

@@ -229,7 +229,6 @@ class ClusterEnv(BackedVectorEnv):
     def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
         """Start a reset; `reset_wait` brings its results."""
         with self._owner:
-            self._rollouts.versions.forget_probes()
             super().reset_async(seed, options)
 
     def step_async(self, actions: Any, *, values: Mapping[str, Any] | None = None) -> None:
@@ -243,8 +242,6 @@ class ClusterEnv(BackedVectorEnv):
         if isinstance(actions, np.ndarray) or is_batch(actions):
             if values:
                 raise TypeError("values= goes with an agent, whose policy is given them, not with actions.")
-            # Before it begins: if it fails or is interrupted, its workers may have forgotten theirs.
-            self._rollouts.versions.forget_probes()
             self._is_agents_step = False
             self._pending = "step", self._backend.step(self._actions.place(actions))
         else:
@@ -435,7 +432,6 @@ class ClusterEnv(BackedVectorEnv):
         with self._owner:
             if self._pending is None or self._pending[0] != "send":
                 self._check_idle("send")
-            self._rollouts.versions.forget_probes()
             with self._exchanging():
                 self._exchange.send(actions, np.asarray(env_ids))
 
@@ -550,7 +546,7 @@ class ClusterEnv(BackedVectorEnv):
             raise
 
     def _note_step(self, outcome: Outcome) -> None:
-        self._rollouts.note_step(self.num_envs, outcome.errors)
+        self._rollouts.note_step(self.num_envs, outcome.errors, outcome.probes)
 
     def _note_reset(self, outcome: Outcome) -> None:
         self._rollouts.note_errors(outcome.errors)

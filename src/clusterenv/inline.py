@@ -17,9 +17,10 @@ from clusterenv.head.evaluating import Finished, read_finished
 from clusterenv.head.outcome import Collection, Outcome
 from clusterenv.head.worker import Worker, WorkerState
 from clusterenv.policy.policy import Policy
-from clusterenv.policy.sketch import Measurement, Sketch
+from clusterenv.policy.probes import Probes, pack
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.rollout import Rollout
+from clusterenv.wire import values as codec
 from clusterenv.wire.arrays import allocate
 from clusterenv.wire.assignment import Assignment, EvaluationPlan, RunSpaces
 from clusterenv.wire.buffers import RolloutBuffers, StepBuffers
@@ -106,11 +107,14 @@ class Inline:
         return self._note(lambda: self._stepped(self._shard.reset(self.workers[0].shown, seeds, mask, options)))
 
     def step(self, actions: Iterable[Any] | None) -> InlineCall:
-        return self._note(lambda: self._fill(lambda buffer: self._shard.step(buffer, actions)))
+        return self._note(lambda: self._fill(lambda buffer: (self._shard.step(buffer, actions), None)))
 
-    def decide(self, version: int, pulls: set[Worker], arguments: Mapping[str, Any]) -> InlineCall:
+    def decide(
+        self, version: int, pulls: set[Worker], num_probes: Mapping[Worker, int], arguments: Mapping[str, Any]
+    ) -> InlineCall:
         self._load(version, pulls)
-        return self._note(lambda: self._fill(lambda buffer: self._shard.decide(buffer, arguments)))
+        count = num_probes.get(self.workers[0], 0)
+        return self._note(lambda: self._fill(lambda buffer: self._shard.decide(buffer, count, arguments)))
 
     def invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InlineCall:
         return self._note(lambda: Outcome({}, [], self._shard.host.call(name, args, kwargs), []))
@@ -161,12 +165,10 @@ class Inline:
     def note_reset(self) -> None:
         """Do nothing: there is nobody to take over."""
 
-    def adopt(
-        self, policy: Policy, spec: WeightsSpec, version: int, num_probes: int, arguments: Mapping[str, Any]
-    ) -> None:
+    def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> None:
         # Made as a worker's is: what would not reach a worker must not reach this one.
         weights = spec.decode(spec.encode(policy.weights()))
-        self._shard.adopt(unpickle(cloudpickle.dumps(policy)), version, weights, num_probes, arguments)
+        self._shard.adopt(unpickle(cloudpickle.dumps(policy)), version, weights, arguments)
         self._rollout = None
 
     def forget_policy(self) -> None:
@@ -175,19 +177,22 @@ class Inline:
     def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]]) -> None:
         self._weights = spec.decode(spec.encode(weights))
 
-    def measure(self, sketches: Mapping[Worker, tuple[int, Sketch]]) -> dict[Worker, Measurement]:
-        return {worker: self._shard.measure(sketch, number) for worker, (number, sketch) in sketches.items()}
-
     def collect(
-        self, num_steps: int, number: int, version: int, pulls: set[Worker], arguments: Mapping[str, Any]
+        self,
+        num_steps: int,
+        version: int,
+        pulls: set[Worker],
+        num_probes: Mapping[Worker, int],
+        arguments: Mapping[str, Any],
     ) -> Collection:
         started = time.perf_counter()
         self._load(version, pulls)
         if self._rollout is None or len(self._rollout.rewards) != num_steps:
             assert self._shard.rollout_layout is not None, "a policy was adopted"
             self._rollout = self._shard.rollout_layout.make(num_steps, self._num_envs, allocate)
-        summary = self._shard.collect(self._rollout, number, arguments)
-        return Collection(self._rollout, [summary], [time.perf_counter() - started])
+        summary, probes = self._shard.collect(self._rollout, num_probes.get(self.workers[0], 0), arguments)
+        busy_s = time.perf_counter() - started
+        return Collection(self._rollout, [summary], [busy_s], [self._shard.policy_version], [_pack(probes)])
 
     def play(
         self, plan: EvaluationPlan, episodes: Sequence[Episode], dealer: Dealer, num_envs: int
@@ -214,24 +219,30 @@ class Inline:
         self._call = InlineCall(self.workers[0], work)
         return self._call
 
-    def _fill(self, step: Callable[[int], Infos]) -> Outcome:
+    def _fill(self, step: Callable[[int], tuple[Infos, Probes | None]]) -> Outcome:
         """Step into the other buffer, which is shown from then on, whatever comes of it."""
         worker = self.workers[0]
         buffer = 1 - worker.shown
         try:
-            return self._stepped(step(buffer))
+            return self._stepped(*step(buffer))
         finally:
             self._shard.host.show_again(buffer)
             worker.shown = buffer
 
-    def _stepped(self, infos: Infos) -> Outcome:
+    def _stepped(self, infos: Infos, probes: Probes | None = None) -> Outcome:
         host = self._shard.host
         objects = [list(column) for column in host.objects()]
-        return Outcome(complete(infos, self._num_envs), objects, [], list(host.errors))
+        said = [] if (packed := _pack(probes)) is None else [(0, packed)]
+        return Outcome(complete(infos, self._num_envs), objects, [], list(host.errors), said)
 
     def _load(self, version: int, pulls: set[Worker]) -> None:
         if pulls:
             self._shard.load(version, self._weights)
+
+
+def _pack(probes: Probes | None) -> bytes | None:
+    """Encode probes as a worker does, so that they are counted and checked as a worker's are."""
+    return None if probes is None else codec.dumps(pack(probes))
 
 
 class InlineStream:

@@ -102,7 +102,7 @@ class Rollout:
         env_indices: `[N]`, the environment of each column.
         versions: `[N]`, the version of the weights that chose environment i's actions.
         ages: `[N]`, how many versions behind the newest that was.
-        divergences: `[N]`, the mean KL divergence last measured between that version and the newest; NaN if never.
+        divergences: `[N]`, the mean KL divergence of that version from the newest, on delivery; NaN if not compared.
         stats: What this rollout cost: seconds, pulls, bytes by kind, the workers' idle share.
     """
 

@@ -13,7 +13,7 @@ _SECTIONS = {
     "rollouts": ("env_steps", "rollouts", "env_steps_per_second", "collect_seconds", "worker_idle_share", "fast_path"),
     "workers": ("workers", "workers_mean", "worker_hours"),
     "faults": ("env_errors", "rollouts_discarded", "rollouts_lost", "env_steps_discarded"),
-    "sync": ("updates", "checks", "pulls", "pulls_saved", "divergence", "age"),
+    "sync": ("updates", "checks", "pulls", "pulls_saved", "divergence", "threshold", "age"),
 }
 
 

@@ -1,7 +1,7 @@
 """What a head costs with 8 to 1,024 workers: `python -m benchmarks.studies.scale`.
 
 A real head, the real protocol over encrypted TCP, and light workers (`light_workers.py`) that replay a real one's
-rollout. Measures the head's CPU time per worker's rollout, check and pull, its memory, and what happens when all
+rollout. Measures the head's CPU time per worker's rollout, new version and pull, its memory, and what happens when all
 workers pull 7 MB of weights at once. Writes its tables to `benchmarks/results/`.
 """
 
@@ -29,6 +29,7 @@ OBSERVATIONS = (256, 2048)  # Floats of larger observations, measured with the s
 FEWER = 8
 MAX_GROWTH = 1.2
 TRANSITIONS = NUM_STEPS * ENVS_A_WORKER  # Of one worker's rollout.
+MAX_VERSION_GROWTH = 2.0
 PHASES = ("rollout", "stream", "stream, one by one")
 
 
@@ -120,8 +121,10 @@ def to_markdown(results: Sequence[SizeResult], larger: Sequence[SizeResult], not
             )
         )
     lines += [
-        row("us a check, in rollouts", [f"{each.check_s('rollout') * 1e6:,.0f}" for each in results]),
-        row("us a check, in streams", [f"{each.check_s('stream') * 1e6:,.0f}" for each in results]),
+        *(
+            row(f"ms a new version is judged, {name} agent", [f"{each.versions[name] * 1e3:,.2f}" for each in results])
+            for name in first.versions
+        ),
         row(f"ms a pull of {size(weights)}", [f"{each.pull_s * 1e3:,.2f}" for each in results]),
         row("all joined and assigned, s", [f"{each.start_s:.1f}" for each in results]),
         row(
@@ -185,6 +188,10 @@ def verdicts(results: Sequence[SizeResult]) -> Iterator[str]:
     for phase in PHASES:
         growth = last.costs[phase].cpu_s / first.costs[phase].cpu_s
         yield f"| {phase} | {growth:.2f} | {'met' if growth <= MAX_GROWTH else 'MISSED'} |"
+    yield f"| cost a new version, as above | measured | at most {MAX_VERSION_GROWTH} |"
+    for name, seconds in first.versions.items():
+        growth = last.versions[name] / seconds
+        yield f"| {name} agent | {growth:.2f} | {'met' if growth <= MAX_VERSION_GROWTH else 'MISSED'} |"
 
 
 def row(name: str, entries: Sequence[str]) -> str:

@@ -11,35 +11,26 @@ class Dictated:
 
     Attributes:
         pulls: Whether workers pull.
-        spares: Whether every eighth one does not.
+        spares: Whether the last eighth of them does not.
     """
 
     num_workers: int
     pulls: bool = False
     spares: bool = False
-    needs_sketch: bool = True
+    compares: bool = True
     max_lag: float = float("inf")
-    _num_started: int = 0
 
-    def start(self) -> "Told":
-        """Return the tracker for one worker: they are asked for in order."""
-        self._num_started += 1
-        return Told(self, (self._num_started - 1) % self.num_workers)
+    def start(self) -> "Dictated":
+        """Return the tracker: there is nothing to remember."""
+        return self
 
-
-@dataclass(frozen=True)
-class Told:
-    """One worker's side of it."""
-
-    rule: Dictated
-    worker_index: int
-
-    def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
+    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
         """Decide as told."""
-        pulls = self.rule.pulls and not (self.rule.spares and is_spared(self.worker_index))
-        return Verdict(pulls, Reason.UPDATE if pulls else Reason.WAITING)
+        if own >= newest or not self.pulls:
+            return Verdict(False, Reason.WAITING)
+        return Verdict(True, Reason.UPDATE, self.num_workers - self.num_workers // 8 if self.spares else None)
 
 
-def is_spared(worker_index: int) -> bool:
+def is_spared(worker_index: int, num_workers: int) -> bool:
     """Whether this is one of the workers that go on with their weights in a storm."""
-    return worker_index % 8 == 0
+    return worker_index >= num_workers - num_workers // 8

@@ -141,7 +141,10 @@ class LightWorker:
             else:
                 assert isinstance(reply, Collected), "the recording is of rollouts"
                 share = 1.0
-                own = msgspec.structs.replace(reply, call=request.call, version=self._version, busy_s=seconds)
+                probes = self._recording.probes(reply, request.num_probes)
+                own = msgspec.structs.replace(
+                    reply, call=request.call, version=self._version, busy_s=seconds, probes=probes
+                )
             self._script.append((now + share * seconds, own, arrays))
         self.go_on(now)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from clusterenv.wire import messages
-from clusterenv.wire.messages import Request
+from clusterenv.wire import messages, values
+from clusterenv.wire.messages import Collected, Request
 
 Said = tuple[bytes, list[bytes]]  # A message: its header, and its arrays.
 
@@ -19,6 +19,15 @@ class Recording(msgspec.Struct, frozen=True):
     def answer_to(self, kind: type[Request]) -> list[tuple[Any, list[bytes]]]:
         """Return the replies to a request of this kind, with their arrays."""
         return [(messages.decode_reply(header), arrays) for header, arrays in self.answers[kind.__name__]]
+
+    @staticmethod
+    def probes(reply: Collected, count: int) -> bytes | None:
+        """Return what a worker says of its actions at so many of the rows that were recorded."""
+        if reply.probes is None or not count:
+            return None
+        said = values.loads(reply.probes)
+        arrays = {name: array[:count] for name, array in said["arrays"].items()}
+        return values.dumps({**said, "rows": said["rows"][:count], "arrays": arrays})
 
     @property
     def rollout_bytes(self) -> int:

@@ -10,7 +10,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         cpu_s: Of all threads, without heartbeats.
         main_s: Of the main thread: the rest is ZeroMQ's, which encrypts and decrypts.
         wall_s: Wall-clock, with the light workers on the same cores.
-        checks: How often the worker was sent a sketch.
+        checks: How often the newest policy was compared with one that workers hold: once a version, whoever holds it.
         pulls: How often it was sent weights.
     """
 
@@ -57,6 +57,7 @@ class SizeResult(msgspec.Struct, frozen=True, kw_only=True):
         rollout_messages: That a worker's rollout comes in.
         rollout_bytes: Of them, with headers.
         idle_cores: What heartbeats take while nothing is asked for.
+        versions: CPU seconds from new weights to the rule's verdict on all workers, by agent.
         peak_bytes: The head's memory after the measurements, before the storm.
     """
 
@@ -67,14 +68,10 @@ class SizeResult(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float
     start_cpu_s: float
     idle_cores: float
+    versions: dict[str, float]
     costs: dict[str, Cost]
     peak_bytes: int
     storm: Storm | None
-
-    def check_s(self, phase: str) -> float:
-        """The CPU time of a check: what a phase with them costs more than one without."""
-        plain, checked = self.costs[phase], self.costs[f"{phase}, checked"]
-        return (checked.cpu_s - plain.cpu_s) / checked.checks
 
     @property
     def pull_s(self) -> float:

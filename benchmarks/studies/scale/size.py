@@ -33,6 +33,7 @@ NUM_STEPS = 128
 WIDE = 920  # Hidden units with which the agent has the 7 MB of an Atari network.
 STORM_RATE = 256  # Rollouts a second of all workers together, before and during a pull storm.
 IDLE_S = 2.0
+VERSIONS = 15  # That are judged, one after another.
 PAGE_BYTES = 4096
 
 Phases = dict[str, Callable[[], None]]
@@ -62,9 +63,31 @@ class Bench:
             "stream, one by one": lambda: self._stream(num_envs=1),
         }
         taken = self._take_rounds(phases, self.agent)
-        self.rule.needs_sketch, self.rule.pulls = False, True
-        taken |= self._take_rounds({"rollout, pulled": lambda: self._roll(lambda: change(self.wide))}, self.wide)
+        self.rule.compares, self.rule.pulls = False, True
+        taken |= self._take_rounds(
+            {"rollout, pulled": lambda: self._roll(lambda: change(self.wide), self.wide)}, self.wide
+        )
         return {name: summarize(rounds) for name, rounds in taken.items()}
+
+    def measure_versions(self) -> dict[str, float]:
+        """Return the CPU time from new weights to the rule's verdict on all workers, for a small agent and a wide one.
+
+        It is far less than what a round of rollouts varies by, so it is measured by itself.
+        """
+        found = {}
+        for name, agent in (("64-64", self.agent), ("wide", self.wide)):
+            for _ in range(2):  # Until the pool is full.
+                self.envs.rollout(agent, NUM_STEPS)
+            rollouts = vars(self.envs)["_rollouts"]
+            policy = self.envs._policy_of(agent)
+            seconds = []
+            for _ in range(VERSIONS):
+                change(agent)
+                started = time.process_time()
+                rollouts.versions.prepare(policy, {})
+                seconds.append(time.process_time() - started)
+            found[name] = float(np.median(seconds))
+        return found
 
     def measure_plain_costs(self) -> dict[str, Cost]:
         """Measure rollouts and streams only."""
@@ -75,20 +98,20 @@ class Bench:
 
     def measure_storm(self) -> Storm:
         """Let seven of eight workers pull the wide agent at once, in a stream whose workers take their time."""
-        self.rule.needs_sketch, self.rule.pulls, self.rule.spares = False, True, True
+        self.rule.compares, self.rule.pulls, self.rule.spares = False, True, True
         num_workers = self.envs.num_workers
         pace_s = num_workers / STORM_RATE
         with self.envs.stream(self.wide, NUM_STEPS, in_flight=2, values={"seconds": pace_s}) as stream:
             for _ in range(2 * num_workers):  # Until they are out of step, as real ones are.
                 next(stream)
-            before = Arrivals()
+            before = Arrivals(num_workers)
             for _ in range(max(64, num_workers)):
                 before.note(next(stream))
             memory_before = read_memory()
-            during = Arrivals()
+            during = Arrivals(num_workers)
             change(self.wide)
             version = self.envs.stats["updates"] + 1
-            behind = {index for index in range(num_workers) if not is_spared(index)}
+            behind = {index for index in range(num_workers) if not is_spared(index, num_workers)}
             while behind:
                 rollout = next(stream)
                 during.note(rollout)
@@ -137,10 +160,10 @@ class Bench:
         steps: int = stats["env_steps"] + stats["env_steps_discarded"]
         return steps / (NUM_STEPS * ENVS_A_WORKER)
 
-    def _roll(self, prepare: Callable[[], None] = lambda: None) -> None:
+    def _roll(self, prepare: Callable[[], None] = lambda: None, agent: MlpAgent | None = None) -> None:
         for _ in range(-(-self._rollouts // self.envs.num_workers)):
             prepare()
-            self.envs.rollout(self.wide if self.rule.pulls else self.agent, NUM_STEPS)
+            self.envs.rollout(agent or self.agent, NUM_STEPS)
 
     def _stream(self, prepare: Callable[[], None] = lambda: None, num_envs: int | None = None) -> None:
         """Take in as many rollouts, a quarter of the workers' at a time or in groups of this size."""
@@ -160,6 +183,7 @@ def measure_size(num_workers: int, recording: Path, rounds: int, rollouts: int, 
         start_s, start_cpu_s = time.perf_counter() - started, time.process_time() - cpu
         envs.reset(seed=1)
         bench = Bench(envs, rule, rounds, rollouts)
+        versions = {} if num_floats else bench.measure_versions()
         costs = bench.measure_plain_costs() if num_floats else bench.measure_costs()
         peak_bytes = read_memory()
         storm = None if num_floats else bench.measure_storm()
@@ -171,6 +195,7 @@ def measure_size(num_workers: int, recording: Path, rounds: int, rollouts: int, 
         start_s=start_s,
         start_cpu_s=start_cpu_s,
         idle_cores=bench.idle_cores,
+        versions=versions,
         costs=costs,
         peak_bytes=peak_bytes,
         storm=storm,
@@ -215,7 +240,8 @@ class Arrivals:
         memory: The most this process had.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
         self.all = [time.perf_counter()]
         self.others = list(self.all)
         self.memory = 0
@@ -224,7 +250,7 @@ class Arrivals:
         """Note that one came."""
         now = time.perf_counter()
         self.all.append(now)
-        if is_spared(worker_of(rollout)):
+        if is_spared(worker_of(rollout), self._num_workers):
             self.others.append(now)
         self.memory = max(self.memory, read_memory())
 

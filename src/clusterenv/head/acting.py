@@ -1,4 +1,4 @@
-"""Acting: the policies beside the environments: adopt one, measure how far it is behind, let it make rollouts."""
+"""Acting: the policies beside the environments: adopt one, let it make rollouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from clusterenv.head.pending import PendingCall
 from clusterenv.head.worker import Worker
 from clusterenv.head.workers import Workers
 from clusterenv.policy.policy import Policy
-from clusterenv.policy.sketch import Measurement, Sketch
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.wire import messages, values
 from clusterenv.wire.arrays import allocate, shared_allocator, size_of
@@ -54,9 +53,7 @@ class Acting(Workers):
     _weights: _Weights | None = None
     _rollout: tuple[int, SharedMemory | None, RolloutBuffers] | None = None
 
-    def adopt(
-        self, policy: Policy, spec: WeightsSpec, version: int, num_probes: int, arguments: Mapping[str, Any]
-    ) -> None:
+    def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> None:
         """Send every worker the policy's structure and weights, and learn what it returns besides actions.
 
         Raises:
@@ -75,7 +72,7 @@ class Acting(Workers):
         self._weights = weights = _Weights(memory, spec.encode(policy.weights(), target))
         offer = None if memory is None else memory.offer
         pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
-        adoption = partial(messages.Adopt, code=code, weights=offer, num_probes=num_probes, arguments=pickled)
+        adoption = partial(messages.Adopt, code=code, weights=offer, arguments=pickled)
         pending = self._start(
             PendingCall(
                 self.calls,
@@ -117,33 +114,21 @@ class Acting(Workers):
             spec.encode(weights, self._weights.block)
             self._weights = _Weights(self._weights.memory, self._weights.block)
 
-    def measure(self, sketches: Mapping[Worker, tuple[int, Sketch]]) -> dict[Worker, Measurement]:
-        """Let workers compare their policy with a sketch of the newest, on the probes of a rollout of this number."""
-
-        def ask(call: int, worker: Worker, _buffer: int) -> messages.Measure:
-            number, sketch = sketches[worker]
-            return messages.Measure(call, number, sketch.version, sketch.family, values.dumps(sketch.arrays))
-
-        self.settle()
-        pending = self._start(PendingCall(self.calls, ask, asks_again=False), list(sketches))
-        self.finish(pending)
-        measurements = {}
-        for worker, reply in pending.in_order():
-            with naming(worker):
-                measured = expect(messages.Measured, reply)
-            measurements[worker] = Measurement(measured.divergence, measured.standard_error)
-        return measurements
-
     def collect(
-        self, num_steps: int, number: int, version: int, pulls: set[Worker], arguments: Mapping[str, Any]
+        self,
+        num_steps: int,
+        version: int,
+        pulls: set[Worker],
+        num_probes: Mapping[Worker, int],
+        arguments: Mapping[str, Any],
     ) -> Collection:
         """Let every worker make its part of a rollout, and wait for it.
 
         Args:
             num_steps: How long.
-            number: Of the rollout: with it, head and worker choose the same probes.
             version: Of the weights that `load` encoded last.
             pulls: Which workers take them.
+            num_probes: At how many rows workers should say how their actions were distributed; at none by default.
             arguments: Per-call values for the policy.
 
         Returns:
@@ -157,7 +142,7 @@ class Acting(Workers):
             PendingCall(
                 self.calls,
                 lambda call, w, _: messages.Collect(
-                    call, number, num_steps, version if w in pulls else None, pickled, offer
+                    call, num_steps, num_probes.get(w, 0), version if w in pulls else None, pickled, offer
                 ),
                 arrays=lambda worker: self._weights_for(worker, pulls),
                 destination=lambda w, _: self.rollout_destination(w, buffers.columns(w.start, w.stop)),
@@ -166,6 +151,8 @@ class Acting(Workers):
         self.finish(pending)
         summaries: list[Mapping[str, Any]] = []
         busy_s: list[float] = []
+        versions: list[int] = []
+        probes: list[bytes | None] = []
         for worker, reply in pending.in_order():
             with naming(worker):
                 collected = expect(messages.Collected, reply)
@@ -173,7 +160,9 @@ class Acting(Workers):
             if worker.mailbox is None:
                 self.note_last_step(worker, buffers.columns(worker.start, worker.stop))
             busy_s.append(collected.busy_s)
-        return Collection(buffers, summaries, busy_s)
+            versions.append(collected.version)
+            probes.append(collected.probes)
+        return Collection(buffers, summaries, busy_s, versions, probes)
 
     def note_last_step(self, worker: Worker, columns: RolloutBuffers) -> None:
         """Keep what a rollout ended with as what the learner saw last, where its worker does not write that here."""

@@ -40,13 +40,15 @@ class StepReader:
             objects = read_objects(stepped, self._num_object_leaves, worker.num_envs)
             errors = checked_errors(stepped.errors, worker.num_envs, 8 * worker.num_envs)
         worker.objects = objects
-        return Outcome(infos, objects, [], errors)
+        probes = [] if stepped.probes is None else [(worker.index, stepped.probes)]
+        return Outcome(infos, objects, [], errors, probes)
 
     def read_all(self, replies: Sequence[tuple[Worker, Reply]]) -> Outcome:
         """Put together what a step or reset of several workers brought."""
         shards: list[ShardInfos] = []
         columns: list[list[Any]] = [[] for _ in range(self._num_object_leaves)]
         errors: list[tuple[int, str]] = []
+        probes: list[tuple[int, bytes]] = []
         for worker, reply in replies:
             outcome = self.read(worker, reply)
             if outcome.infos:
@@ -54,8 +56,9 @@ class StepReader:
             for column, part in zip(columns, outcome.columns, strict=True):
                 column.extend(part)
             errors += [(worker.start + row, text) for row, text in outcome.errors]
+            probes += outcome.probes
         infos = merge_infos(shards, self._num_envs) if shards else {}
-        return Outcome(infos, columns, [], errors)
+        return Outcome(infos, columns, [], errors, probes)
 
     def read_plain(self, generations: list[int]) -> dict[str, Any]:
         """Return the infos of all environments, after a plain step with plain answers.

@@ -19,12 +19,14 @@ class Outcome(msgspec.Struct, frozen=True):  # Made with every step: C makes it,
         columns: Observation leaves without a fixed size: one list per leaf, one object per environment.
         results: What `invoke` returned, one value per environment.
         errors: Environments that raised and were forgiven, and what they raised.
+        probes: How actions were distributed, by the index of the worker that says so; not checked yet.
     """
 
     infos: dict[str, Any]
     columns: list[list[Any]]
     results: list[Any]
     errors: list[tuple[int, str]]
+    probes: list[tuple[int, bytes]] = []
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,8 +37,12 @@ class Collection:
         buffers: The arrays; the next rollout overwrites them.
         summaries: Each shard's finished episodes and final observations (`worker.collector`), in shard order.
         busy_s: How long each worker worked on it.
+        versions: The version of the weights with which each says that it made its part.
+        probes: How each says that its actions were distributed at some rows, if it was asked; not checked yet.
     """
 
     buffers: RolloutBuffers
     summaries: list[Mapping[str, Any]]
     busy_s: list[float]
+    versions: list[int]
+    probes: list[bytes | None]

@@ -69,14 +69,18 @@ class Remote(Evaluating):
         read = self._reader.read_all
         return self._start(PendingCall(self.calls, ask, destination=step_destination, fills=True, read=read))
 
-    def decide(self, version: int, pulls: set[Worker], arguments: Mapping[str, Any]) -> Handle:
-        """Start a step in which the workers choose the actions; these workers take the weights that were loaded."""
+    def decide(
+        self, version: int, pulls: set[Worker], num_probes: Mapping[Worker, int], arguments: Mapping[str, Any]
+    ) -> Handle:
+        """Start a step in which the workers choose the actions; its arguments are as for `collect`."""
         pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
         self.settle()
         return self._start(
             PendingCall(
                 self.calls,
-                lambda call, w, buffer: Decide(call, buffer, version if w in pulls else None, pickled),
+                lambda call, w, buffer: Decide(
+                    call, buffer, version if w in pulls else None, pickled, num_probes.get(w, 0)
+                ),
                 arrays=lambda worker: self._weights_for(worker, pulls),
                 destination=step_destination,
                 fills=True,

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from clusterenv.head.infos import checked_errors
 from clusterenv.head.outcome import Collection
 from clusterenv.head.stats import Stats
 from clusterenv.head.versions import PolicyBackend, Versions
-from clusterenv.head.worker import Worker
+from clusterenv.head.worker import Version, Worker
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sync import SyncRule
 from clusterenv.rollout import Episodes, Finals, Positions, Rollout
@@ -41,37 +41,39 @@ class ActingBackend(PolicyBackend, Protocol):
     def settle(self) -> None:
         """Come to rest after whatever was interrupted."""
 
-    def decide(self, version: int, pulls: set[Worker], arguments: Mapping[str, Any]) -> Any:
+    def decide(
+        self, version: int, pulls: set[Worker], num_probes: Mapping[Worker, int], arguments: Mapping[str, Any]
+    ) -> Any:
         """Start a step in which the workers choose the actions; returns what to wait for."""
 
     def collect(
-        self, num_steps: int, number: int, version: int, pulls: set[Worker], arguments: Mapping[str, Any]
+        self,
+        num_steps: int,
+        version: int,
+        pulls: set[Worker],
+        num_probes: Mapping[Worker, int],
+        arguments: Mapping[str, Any],
     ) -> Collection:
         """Let every worker make its part of a rollout."""
 
 
-class MadeRollout(Protocol):
-    """A rollout of one shard, as its worker made it."""
+@dataclass(frozen=True, eq=False, repr=False)
+class ShardRollout:
+    """A rollout of one shard, as its worker made it.
 
-    @property
-    def worker(self) -> Worker:
-        """Who made it."""
+    Attributes:
+        worker: Who made it.
+        buffers: The arrays, the head's own.
+        summary: Finished episodes and final observations, checked.
+        busy_s: How long it took.
+        version: Of the policy that made it.
+    """
 
-    @property
-    def buffers(self) -> RolloutBuffers:
-        """The arrays."""
-
-    @property
-    def summary(self) -> Mapping[str, Any]:
-        """Finished episodes and final observations, checked."""
-
-    @property
-    def busy_s(self) -> float:
-        """How long it took."""
-
-    @property
-    def version(self) -> int:
-        """Of the weights that made it."""
+    worker: Worker
+    buffers: RolloutBuffers
+    summary: Mapping[str, Any]
+    busy_s: float
+    version: Version
 
 
 class Rollouts:
@@ -121,18 +123,27 @@ class Rollouts:
         with self.distrust_after_failure():
             self._backend.settle()
             pulls = self.versions.prepare(policy, arguments)
-            self.versions.forget_probes()
-            return self._backend.decide(self.versions.newest, pulls, arguments)
+            return self._backend.decide(self.versions.newest, pulls, self.versions.share_step_probes(), arguments)
 
-    def note_step(self, num_envs: int, errors: Sequence[tuple[int, str]]) -> None:
+    def note_step(
+        self, num_envs: int, errors: Sequence[tuple[int, str]], probes: Sequence[tuple[int, bytes]] = ()
+    ) -> None:
         """Count a step, whoever chose its actions.
 
         Args:
             num_envs: How many environments were stepped.
             errors: Those that raised and were forgiven, and what they raised.
+            probes: What workers, by their indices, say of how they chose the actions.
+
+        Raises:
+            WireError: What a worker says is malformed.
         """
         self.stats.env_steps += num_envs
         self.note_errors(errors)
+        for index, data in probes:
+            worker = self._backend.workers[index]
+            with naming(worker):
+                self.versions.take_step(worker, data)
 
     def note_errors(self, errors: Sequence[tuple[int, str]]) -> None:
         """Log the exceptions of environments that were forgiven, and count them."""
@@ -146,20 +157,24 @@ class Rollouts:
         with self.distrust_after_failure():
             self._backend.settle()
             pulls = self.versions.prepare(policy, arguments)
-            self.versions.number += 1
+            wanted = self.versions.share_probes()
             started = time.perf_counter()
-            collection = self._backend.collect(num_steps, self.versions.number, self.versions.newest, pulls, arguments)
+            collection = self._backend.collect(num_steps, self.versions.newest, pulls, wanted, arguments)
             seconds = time.perf_counter() - started
-        for worker, summary in zip(self._backend.workers, collection.summaries, strict=True):
+        made_with: list[Version] = []
+        parts = zip(collection.summaries, collection.versions, collection.probes, strict=True)
+        for worker, (summary, version, probes) in zip(self._backend.workers, parts, strict=True):
             with naming(worker):
                 columns = collection.buffers.columns(worker.start, worker.stop)
                 check_summary(summary, columns, self.layouts[1], self.mode)
-        self.versions.remember(collection.buffers)
+                made_with.append(held := self.versions.take_version(worker, version))
+                if probes is not None:
+                    self.versions.take_rollout(held, probes, columns, wanted.get(worker, 0))
         self.stats.note_rollout(num_steps * self._num_envs, collection, seconds)
         self._note_rollout_errors(collection.summaries, self._backend.workers)
         if self._copies:
             collection = replace(collection, buffers=collection.buffers.copy())
-        provenance = self.versions.provenance()
+        provenance = self._provenance(made_with, [worker.num_envs for worker in self._backend.workers])
         return assemble(
             collection,
             [(worker.start, worker.stop) for worker in self._backend.workers],
@@ -169,20 +184,20 @@ class Rollouts:
             self._cost(before, collection, seconds),
         )
 
-    def assembler(self) -> Callable[[Sequence[MadeRollout]], Rollout]:
+    def assembler(self) -> Callable[[Sequence[ShardRollout]], Rollout]:
         """Return what makes a rollout of the parts that workers made, in a stream that begins now."""
         delivered_at = time.perf_counter()
         before = self.stats.snapshot()
 
-        def join(group: Sequence[MadeRollout]) -> Rollout:
+        def join(group: Sequence[ShardRollout]) -> Rollout:
             nonlocal delivered_at, before
             now = time.perf_counter()
             seconds, delivered_at = now - delivered_at, now
             buffers = RolloutBuffers.beside([made.buffers for made in group])
-            collection = Collection(buffers, [made.summary for made in group], [made.busy_s for made in group])
+            summaries, busy_s = [made.summary for made in group], [made.busy_s for made in group]
+            collection = Collection(buffers, summaries, busy_s, [], [])
             sizes = [made.worker.num_envs for made in group]
             bounds = np.cumsum([0, *sizes]).tolist()
-            versions = np.repeat([made.version for made in group], sizes)
             self.stats.note_rollout(buffers.rewards.size, collection, seconds)
             self._note_rollout_errors(collection.summaries, [made.worker for made in group])
             rollout = assemble(
@@ -190,11 +205,7 @@ class Rollouts:
                 list(itertools.pairwise(bounds)),
                 self.layouts,
                 self.mode,
-                {
-                    "versions": versions,
-                    "ages": self.versions.newest - versions,
-                    "divergences": np.repeat([made.worker.policy.divergence for made in group], sizes),
-                },
+                self._provenance([made.version for made in group], sizes),
                 self._cost(before, collection, seconds),
                 np.concatenate([made.worker.env_indices for made in group]),
             )
@@ -202,6 +213,13 @@ class Rollouts:
             return rollout
 
         return join
+
+    def _provenance(self, made_with: Sequence[Version], sizes: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """Say of each environment which version acted in it, how old that is, and how far from the newest."""
+        versions = np.repeat(np.array([held.number for held in made_with], np.int64), sizes)
+        divergences = np.array([self.versions.divergence_of(held) for held in made_with], np.float64)
+        ages = self.versions.newest - versions
+        return {"versions": versions, "ages": ages, "divergences": np.repeat(divergences, sizes)}
 
     def _note_rollout_errors(self, summaries: Sequence[Mapping[str, Any]], workers: Sequence[Worker]) -> None:
         for summary, worker in zip(summaries, workers, strict=True):

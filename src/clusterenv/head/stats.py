@@ -23,9 +23,10 @@ class Stats:
         self.pulls_if_every_update = 0
         self.bytes_if_every_update = 0
         self.divergence = float("nan")
+        self.threshold = float("nan")
         self.age = 0.0
         self.fast_path = 0
-        self.bytes: Counter[str] = Counter(weights=0, sketches=0, rollouts=0)
+        self.bytes: Counter[str] = Counter(weights=0, checks=0, rollouts=0)
         self.reasons: Counter[Reason] = Counter()
         self.collect_s = 0.0
         self.busy_s = 0.0
@@ -33,11 +34,10 @@ class Stats:
         self.rollouts_discarded = 0
         self.env_steps_discarded = 0
 
-    def note_version(self, num_workers: int, weights_bytes: int) -> None:
-        """Count a new version of the policy."""
-        self.updates += 1
-        self.pulls_if_every_update += num_workers
-        self.bytes_if_every_update += num_workers * weights_bytes
+    def note_needed(self, num_pulls: int, weights_bytes: int) -> None:
+        """Count pulls that there would have been if workers pulled every version."""
+        self.pulls_if_every_update += num_pulls
+        self.bytes_if_every_update += num_pulls * weights_bytes
 
     def note_rollout(self, env_steps: int, collection: Collection, seconds: float) -> None:
         """Count a rollout."""
@@ -76,6 +76,7 @@ class Stats:
             "pulls": self.pulls,
             "pulls_saved": self.pulls_if_every_update - self.pulls,
             "divergence": self.divergence,
+            "threshold": self.threshold,
             "age": self.age,
             "fast_path": self.fast_path,
             "collect_seconds": self.collect_s,
@@ -88,13 +89,13 @@ class Stats:
     def summary(self) -> str:
         """Say in a sentence what adaptive synchronisation saved."""
         every = self.bytes_if_every_update
-        spent = self.bytes["weights"] + self.bytes["sketches"]
+        spent = self.bytes["weights"] + self.bytes["checks"]
         if not every:
             return f"{self.env_steps} environment steps; no policy was sent to workers."
         return (
             f"{self.env_steps} environment steps, {self.updates} versions of the policy: workers pulled weights "
             f"{self.pulls} times where pulling every version would have been {self.pulls_if_every_update} times. "
-            f"{_size(spent)} for weights and sketches instead of {_size(every)}, {1 - spent / every:.0%} saved."
+            f"{_size(spent)} for weights and checks instead of {_size(every)}, {1 - spent / every:.0%} saved."
         )
 
 

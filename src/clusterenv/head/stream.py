@@ -18,14 +18,13 @@ from clusterenv.errors import ClusterEnvError, ConfigError
 from clusterenv.head.failure import failure_of
 from clusterenv.head.infos import checked_dict, expect
 from clusterenv.head.remote import Remote
-from clusterenv.head.rollouts import Rollouts, check_summary
+from clusterenv.head.rollouts import Rollouts, ShardRollout, check_summary
 from clusterenv.head.worker import AskedRollout, Slot, Worker
 from clusterenv.policy.policy import Policy
 from clusterenv.rollout import Rollout
 from clusterenv.wire import values as codec
 from clusterenv.wire.arrays import allocate, shared_allocator, size_of
-from clusterenv.wire.buffers import RolloutBuffers
-from clusterenv.wire.messages import Collect, Collected, Failed, Load, Measure, Measured, Part, Reply
+from clusterenv.wire.messages import Collect, Collected, Failed, Load, Part, Reply
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +49,6 @@ class StreamWish:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.max_lag is not None and not self.max_lag >= 0:
             raise ConfigError(f"max_lag must be at least 0 versions, got {self.max_lag}.")
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Made:
-    """A rollout of one shard, as its worker made it. The buffers are the head's own."""
-
-    worker: Worker
-    buffers: RolloutBuffers
-    summary: Mapping[str, Any]
-    busy_s: float
-    version: int
 
 
 class Stream:
@@ -108,10 +96,11 @@ class Stream:
         # A rollout ages while it is made and while those of all workers wait before it, and weights a rollout longer.
         allowed = self._versions.max_lag + (wish.in_flight + 1) * len(remote.workers)
         self._max_lag = allowed if wish.max_lag is None else wish.max_lag
-        self._ready: deque[Made] = deque()
+        self._ready: deque[ShardRollout] = deque()
         self._num_ready_envs = 0
         # Workers to see to: to look at all of them after every message takes long.
         self._due = dict.fromkeys(worker for worker in remote.workers if worker.is_ready)
+        self._must_judge = False
         self._seen_version = self._versions.newest
         self._failure: ClusterEnvError | None = None
         self._has_warned = False
@@ -204,44 +193,30 @@ class Stream:
     def on_ready(self, worker: Worker) -> None:
         """Note that a worker can be asked."""
         self._due[worker] = None
+        self._must_judge = True
 
     def _supply(self) -> None:
         """Give workers new weights if they need them, and rollouts to make."""
         if self._versions.newest != self._seen_version:
             self._seen_version = self._versions.newest
-            self._due = dict.fromkeys(self._remote.workers)
+            self._must_judge = True
+        if self._must_judge:
+            self._must_judge = False
+            self._renew()
         due, self._due = self._due, {}
         for worker in due:
-            if not worker.is_ready:
-                continue  # It says so when it is.
-            if worker.stream.num_loads < _MAX_LOADS:
-                self._renew(worker)
-            while len(worker.stream.asked) + worker.stream.num_ready < self._in_flight:
-                self._ask(worker)
+            if worker.is_ready:  # Else it says so when it is.
+                while len(worker.stream.asked) + worker.stream.num_ready < self._in_flight:
+                    self._ask(worker)
 
-    def _renew(self, worker: Worker) -> None:
-        """Bring a worker the newest weights, if it needs them."""
-        if self._versions.newest - worker.policy.version > self._max_lag:
-            self._versions.insist(worker)
-            self._send_weights(worker)
-        elif not worker.stream.is_comparing and self._versions.is_behind(worker) and self._versions.can_judge(worker):
-            self._compare(worker)
-
-    def _compare(self, worker: Worker) -> None:
-        """Let a worker that is behind measure how far, or judge without."""
-        version = self._versions.newest
-        found = self._versions.sketch(self._policy, worker)
-        if found is None:
-            if self._versions.judge(worker, version, None):
+    def _renew(self) -> None:
+        """Bring the newest weights to the workers that need them."""
+        for worker in self._versions.farther_behind(self._max_lag):
+            if worker.is_ready and _can_take(worker):
+                self._versions.insist(worker)
                 self._send_weights(worker)
-            return
-        number, sketch = found
-        calls = self._remote.calls
-        call = calls.next_number()
-        request = Measure(call, number, version, sketch.family, codec.dumps(sketch.arrays))
-        with calls.deferred:
-            calls.send(worker, request, call, partial(self._accept_measured, version))
-            worker.stream.is_comparing = True
+        for worker in self._versions.judge(_can_take):
+            self._send_weights(worker)
 
     def _ask(self, worker: Worker) -> None:
         """Ask a worker for one more rollout."""
@@ -250,13 +225,12 @@ class Stream:
         call = calls.next_number()
         with calls.deferred:
             slot = worker.stream.free.pop() if worker.stream.free else self._make_slot(worker)
-            self._versions.number += 1
-            asked = AskedRollout(self._versions.number, slot)
+            asked = AskedRollout(slot, self._versions.num_probes(worker.policy.given[-1]))
             offer = None if slot.memory is None else slot.memory.offer
             worker.stream.asked.append(asked)
             calls.send(
                 worker,
-                Collect(call, asked.number, self._num_steps, None, pickled, offer, is_own=True),
+                Collect(call, self._num_steps, asked.num_probes, None, pickled, offer, is_own=True),
                 call,
                 partial(self._accept, asked),
                 destination=self._remote.rollout_destination(worker, slot.buffers),
@@ -276,20 +250,12 @@ class Stream:
         worker.stream.num_loads += 1
         self._remote.calls.tell(worker, Load(version), frames)
 
-    def _accept_measured(self, version: int, worker: Worker, reply: Reply) -> None:
-        worker.stream.is_comparing, worker.stream.num_loads = False, 0
-        self._due[worker] = None
-        if isinstance(reply, Failed):
-            self._failure = failure_of(worker, reply)
-            return
-        measured = expect(Measured, reply)
-        self._stats.divergence = measured.divergence
-        if self.is_open and self._versions.judge(worker, version, measured.divergence):
-            self._send_weights(worker)
-
     def _accept(self, asked: AskedRollout, worker: Worker, reply: Reply) -> None:
         """Take a rollout, a part of one, or word that it could not be made."""
         work = worker.stream
+        if not _can_take(worker):
+            self._versions.judge_again(worker)
+            self._must_judge = True
         work.num_loads = 0
         self._due[worker] = None
         if isinstance(reply, Part):
@@ -305,19 +271,21 @@ class Stream:
         summary = checked_dict(codec.loads(collected.summary))
         buffers = asked.slot.buffers.copy() if is_shared else asked.slot.buffers
         check_summary(summary, buffers, self._rollouts.layouts[1], self._rollouts.mode)
-        version = min(collected.version, self._versions.newest)  # It cannot hold what there is not.
+        version = self._versions.take_version(worker, collected.version)
+        self._versions.take_rollout(version, collected.probes, buffers, asked.num_probes)
+        self._versions.count_rollout(worker, _MAX_LOADS)
+        self._must_judge = self._must_judge or self._versions.can_judge(version)
         if not is_shared:  # Else they are the worker's own, and it is further on.
             self._remote.note_last_step(worker, buffers)
-        self._versions.remember_shard(worker, buffers, asked.number)
-        made = Made(worker, buffers, summary, collected.busy_s, version)
+        made = ShardRollout(worker, buffers, summary, collected.busy_s, version)
         if self.is_open:
             work.num_ready += 1
             self._keep(made)
         else:
             self._stats.note_discarded(buffers.rewards.size)
 
-    def _take_group(self) -> list[Made]:
-        group: list[Made] = []
+    def _take_group(self) -> list[ShardRollout]:
+        group: list[ShardRollout] = []
         count = 0
         while count < self._min_envs:
             made = self._ready.popleft()
@@ -335,9 +303,9 @@ class Stream:
             for made in ready:
                 self._keep(made)
 
-    def _keep(self, made: Made) -> None:
+    def _keep(self, made: ShardRollout) -> None:
         """Put a rollout to those that wait to be delivered, unless it is too old to learn from."""
-        age = self._versions.newest - made.version
+        age = self._versions.newest - made.version.number
         if age <= self._max_lag:
             self._ready.append(made)
             self._num_ready_envs += made.worker.num_envs
@@ -355,3 +323,8 @@ class Stream:
                 age,
                 self._max_lag,
             )
+
+
+def _can_take(worker: Worker) -> bool:
+    """Whether a worker that waits for nothing else can be sent weights."""
+    return worker.stream.num_loads < _MAX_LOADS

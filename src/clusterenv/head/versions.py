@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Mapping, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from clusterenv.errors import WireError
 from clusterenv.head.stats import Stats
-from clusterenv.head.worker import HeldPolicy, Worker
+from clusterenv.head.worker import HeldPolicy, Version, Worker
 from clusterenv.policy.contents import generation_of
-from clusterenv.policy.policy import Policy
-from clusterenv.policy.sketch import (
-    DEFAULT_PROBES,
-    Measurement,
-    Probes,
-    Sketch,
-    choose_probes,
-    make_sketch,
-    take_probes,
-)
-from clusterenv.policy.sync import Reason, SyncRule
+from clusterenv.policy.policy import Policy, State
+from clusterenv.policy.pool import Pool, Sample
+from clusterenv.policy.probes import Form, Probes, unpack
+from clusterenv.policy.sync import Reason, SyncRule, Verdict
 from clusterenv.policy.weights import WeightsSpec
+from clusterenv.wire import values
 from clusterenv.wire.buffers import RolloutBuffers, StepBuffers
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.zeromq import Frames, cut
 
 log = logging.getLogger(__name__)
 
+POOL_ROWS = 512  # At a threshold of 0.05 their mean is within 5 % of the truth; see docs/sync.md.
+_RENEWAL = 4  # Once a pool is full, so many rounds of rollouts renew it: states change slowly, and rows are bytes.
+_POOLS_BYTES = 64 << 20  # Of all versions together.
 _MAX_SHOWN = 64  # Observations are a policy's to try itself on: a few will do.
 
 
@@ -45,9 +45,7 @@ class PolicyBackend(Protocol):
     def newest(self) -> StepBuffers:
         """The newest observations."""
 
-    def adopt(
-        self, policy: Policy, spec: WeightsSpec, version: int, num_probes: int, arguments: Mapping[str, Any]
-    ) -> None:
+    def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> None:
         """Send the policy's structure and weights to every worker."""
 
     def forget_policy(self) -> None:
@@ -56,32 +54,37 @@ class PolicyBackend(Protocol):
     def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]]) -> None:
         """Encode the newest weights once, for all workers that will take them."""
 
-    def measure(self, sketches: Mapping[Worker, tuple[int, Sketch]]) -> dict[Worker, Measurement]:
-        """Let workers compare their policy with the newest."""
-
 
 class Versions:
     """Keeps the workers' policies as new as the sync rule wants them.
 
+    Workers that hold the same version are judged together: they say with what they make how their actions were
+    distributed, at a few rows each, and the newest policy is evaluated once on all these rows.
+
     Attributes:
         newest: The number of the newest version.
-        number: Of the last rollout.
     """
 
     def __init__(self, rule: SyncRule, backend: PolicyBackend, observations: Layout, stats: Stats) -> None:
         self.newest = 0
-        self.number = 0
         self._rule = rule
         self._backend = backend
         self._workers = backend.workers
         self._observations = observations
         self._stats = stats
+        self._tracker = rule.start()
         self._policy: Policy | None = None
         self._stamp: Hashable = None
         self._is_told = False
         self._generation = 0
         self._spec = WeightsSpec(())
+        self._held: dict[int, Version] = {}  # Those with holders.
+        self._pooled: weakref.WeakSet[Version] = weakref.WeakSet()  # Those with rows.
+        self._form: Form | None = None
+        self._is_studied = False
         self._sum_held = 0
+        self._counted = 0
+        self._probed = 0  # The newest version when steps were last asked how actions are distributed.
         self._encoded: tuple[int, Frames] | None = None
         self._warned: set[Reason] = set()
 
@@ -94,7 +97,15 @@ class Versions:
         if policy is not self._policy or not self.notice(policy):
             self._adopt(policy, arguments)
             return set()
-        return self._choose(policy)
+        if self._counted < self.newest:
+            self._counted = self.newest
+            self._count_needed(len(self._workers))
+        pulls = set(self.judge())
+        if pulls:
+            self._backend.load(self._spec, policy.weights())
+        for worker in pulls:  # Nothing is under way: what they make next they make with these.
+            worker.policy.given = deque([worker.policy.given[-1]])
+        return pulls
 
     def notice(self, policy: Policy) -> bool:
         """Find out whether the weights have changed: then they are a new version.
@@ -112,28 +123,140 @@ class Versions:
             self._number_version()
         return True
 
-    def remember(self, buffers: RolloutBuffers) -> None:
-        """Keep the probes of a rollout of all environments, the same that its workers keep."""
-        for worker in self._workers:
-            self.remember_shard(worker, buffers.columns(worker.start, worker.stop), self.number)
+    def judge(self, can_take: Callable[[Worker], bool] = lambda worker: True) -> list[Worker]:
+        """Judge every version that is held and was not judged since there is a newer one; count who pulls.
 
-    def remember_shard(self, worker: Worker, columns: RolloutBuffers, number: int) -> None:
-        """Keep the probes of one worker's part of a rollout."""
-        if not self._rule.needs_sketch:
-            return
+        One that nobody has said anything of yet was taken only just now: it is judged when somebody has, unless its
+        holders have fallen behind as far as the rule lets anybody.
+
+        Args:
+            can_take: Tells of a ready worker whether it can be sent weights.
+
+        Returns:
+            Those that take the newest version.
+        """
+        behind = [held for held in self._held.values() if held.number < self.newest > held.judged]
+        pulls: list[Worker] = []
+        for held, verdict in self._judge_in_order(behind):
+            held.judged = self.newest
+            if verdict.pulls:
+                takers = [worker for worker in held.holders if worker.is_ready and can_take(worker)][: verdict.at_most]
+                for worker in takers:
+                    self._pull(worker, verdict.reason)
+                pulls += takers
+                if takers and held.compared == self.newest:  # The least of them comes last.
+                    self._stats.threshold = held.divergence
+        if behind:
+            self._stats.age = self.newest - self._sum_held / len(self._workers)
+        return pulls
+
+    def judge_again(self, worker: Worker) -> None:
+        """Judge the version that a worker holds once more: it could not be sent any when that was judged."""
+        if worker.policy.given:
+            worker.policy.given[-1].judged = 0
+
+    def can_judge(self, held: Version) -> bool:
+        """Whether a version that could not be judged, for want of rows, can be now."""
+        return held.number < self.newest > held.judged and bool(held.num_rows) and bool(held.holders)
+
+    def farther_behind(self, lag: float) -> Iterator[Worker]:
+        """Yield those whose version is more than so many behind the newest."""
+        for held in [held for held in self._held.values() if self.newest - held.number > lag]:
+            yield from list(held.holders)
+
+    def divergence_of(self, held: Version) -> float:
+        """Return how far a version is from the newest; NaN if that is not known.
+
+        It is compared once with each newer one, and again if there are twice as many rows to compare it on.
+        """
+        if held.number == self.newest:
+            return 0.0
+        if held.pool is None or not held.pool or self._policy is None:
+            return held.divergence if held.compared == self.newest else float("nan")
+        if held.compared < self.newest or len(held.pool) >= 2 * held.num_compared:
+            held.divergence = held.pool.diverges_from(self._policy, self._observations.nest)
+            held.compared, held.num_compared = self.newest, len(held.pool)
+            self._stats.checks += 1
+        return held.divergence
+
+    def num_probes(self, held: Version) -> int:
+        """Return at how many rows each holder of a version should say how it acts: its share of a pool."""
+        if not self._rule.compares or (self._is_studied and self._form is None):
+            return 0
+        most = self._most_rows(held)
+        wanted = most if held.num_rows < most else most / _RENEWAL
+        return math.ceil(wanted / max(1, len(held.holders)))
+
+    def share_probes(self) -> dict[Worker, int]:
+        """Return at how many rows each worker should say how it acts; those who need not are left out."""
+        shares = [(held, self.num_probes(held)) for held in self._held.values()]
+        return {worker: share for held, share in shares if share for worker in held.holders}
+
+    def share_step_probes(self) -> dict[Worker, int]:
+        """Return the same for a single step: enough is known of a version until there is a newer one."""
+        is_first, self._probed = self._probed < self.newest, self.newest
+        shares = [
+            (held, self.num_probes(held))
+            for held in self._held.values()
+            if is_first or held.num_rows < self._most_rows(held)
+        ]
+        return {worker: share for held, share in shares if share for worker in held.holders}
+
+    def take_version(self, worker: Worker, number: int) -> Version:
+        """Return the version with which a worker says that it made something.
+
+        Raises:
+            WireError: It was not given that one, or has made something with a newer one before.
+        """
+        given = worker.policy.given
+        if not any(held.number == number for held in given):
+            numbers = ", ".join(str(held.number) for held in given) or "none"
+            raise WireError(f"It says that it acted with version {number} of the policy, but can have: {numbers}.")
+        while given[0].number != number:
+            given.popleft()
+        return given[0]
+
+    def take_rollout(self, held: Version, data: bytes | None, columns: RolloutBuffers, at_most: int) -> None:
+        """Take in how a worker says that its actions in a rollout were distributed.
+
+        Args:
+            held: The version it acted with.
+            data: What it says.
+            columns: The rollout.
+            at_most: How many rows it was asked for.
+
+        Raises:
+            WireError: It is malformed.
+        """
         num_steps, num_envs = columns.rewards.shape
-        indices = choose_probes(num_steps, num_envs, count=DEFAULT_PROBES, seed=0, number=number, valid=columns.valid)
-        obs = self._observations.nest([column[:num_steps] for column in columns.observations])
-        worker.policy.probes = number, take_probes(indices, obs, columns.states or None)
+        read = self._read(data, num_steps * num_envs, at_most, {})
+        if read is not None:
+            where = np.divmod(read.rows.astype(np.int64), num_envs)
+            leaves = [column[where] for column in columns.observations]
+            self._add(held, leaves, {name: column[where] for name, column in columns.states.items()}, read)
+
+    def take_step(self, worker: Worker, data: bytes) -> None:
+        """Take in how a worker says that its actions in the last step were distributed.
+
+        Raises:
+            WireError: It is malformed.
+        """
+        given = worker.policy.given
+        state = None if self._policy is None else self._policy.initial_state(1)
+        if given:
+            read = self._read(data, worker.num_envs, self._most_rows(given[-1]), state or {})
+            if read is not None:
+                before = worker.buffers[1 - worker.shown]
+                leaves = [array[read.rows] for array in before.observations if array is not None]
+                self._add(given[-1], leaves, read.states, read)
 
     def note_adopted(self, worker: Worker, version: int) -> None:
         """Note that a new worker has taken over, with the weights of this version."""
-        self._sum_held -= worker.policy.version
-        worker.policy = HeldPolicy(tracker=self._rule.start())
-        self._pull(worker, Reason.FIRST)
-        if version < self.newest:
-            self._hold(worker, version)
-            worker.policy.divergence = float("nan")
+        self._give(worker, version)
+        worker.policy.given = deque([worker.policy.given[-1]])
+        worker.policy.counted = self.newest
+        self._count_needed(1)
+        self._note_pull(Reason.FIRST)
 
     def encode_newest(self) -> tuple[int, Frames]:
         """Return the newest version and its weights, encoded and cut once for all workers that get them by message."""
@@ -151,130 +274,144 @@ class Versions:
         """Count a pull that the rule did not ask for: the worker is too far behind for its work to be used."""
         self._pull(worker, Reason.LAG)
 
-    def forget_probes(self) -> None:
-        """Note that the newest observations are those of the step buffers."""
-        if self._rule.needs_sketch and self._policy is not None:
-            for worker in self._workers:
-                worker.policy.probes = None
+    def count_rollout(self, worker: Worker, at_most: int) -> None:
+        """Count how often a worker of a stream would have pulled since its last rollout, had it pulled every version.
+
+        Args:
+            worker: Who has made one more.
+            at_most: As often a worker can be sent weights meanwhile.
+        """
+        since = self.newest - max(worker.policy.counted, self._counted)
+        worker.policy.counted = self.newest
+        self._count_needed(min(max(since, 0), at_most))
 
     def forget_policy(self) -> None:
         """Note that it is not known what the workers hold, after a failure: the next call sends everything anew."""
         self._policy = None
         self._backend.forget_policy()
 
-    def provenance(self) -> dict[str, NDArray[Any]]:
-        """Return, for every environment, the version its worker holds, its age and its last measured divergence."""
-        sizes = [worker.num_envs for worker in self._workers]
-        versions = np.repeat(np.array([worker.policy.version for worker in self._workers], np.int64), sizes)
-        divergences = np.array([worker.policy.divergence for worker in self._workers], np.float64)
-        return {"versions": versions, "ages": self.newest - versions, "divergences": np.repeat(divergences, sizes)}
-
-    def is_behind(self, worker: Worker) -> bool:
-        """Whether a worker holds an older version than the newest, and nobody has judged yet whether that will do."""
-        return worker.policy.version < self.newest > worker.policy.checked
-
-    def can_judge(self, worker: Worker) -> bool:
-        """Whether a worker has delivered observations to compare policies on, if the rule compares them."""
-        return worker.policy.probes is not None or not self._rule.needs_sketch
-
-    def judge(self, worker: Worker, version: int, divergence: float | None) -> bool:
-        """Decide whether a worker takes the newest version; then count that.
-
-        Args:
-            worker: Whose.
-            version: That it was compared with.
-            divergence: What came out; None if they cannot be compared.
-        """
-        held = worker.policy
-        held.checked = version
-        held.divergence = float("nan") if divergence is None else divergence
-        assert held.tracker is not None, "it was given a policy"
-        verdict = held.tracker.judge(held.version, version, divergence)
-        if verdict.pulls:
-            if verdict.advice is not None and verdict.reason not in self._warned:
-                self._warned.add(verdict.reason)
-                log.warning("%s", verdict.advice)
-            self._pull(worker, verdict.reason)
-        self._stats.age = self.newest - self._sum_held / len(self._workers)
-        return verdict.pulls
-
-    def sketch(self, policy: Policy, worker: Worker) -> tuple[int, Sketch] | None:
-        """Sketch the newest policy for a worker, with the number of the rollout its probes are of; None if none can."""
-        if not self._rule.needs_sketch:
-            return None
-        if worker.policy.probes is None:
-            self.number += 1
-            number, probes = self.number, self._current_probes(policy, worker)
-        else:
-            number, probes = worker.policy.probes
-        sketch = make_sketch(policy, probes, self.newest)
-        if sketch is None:
-            return None
-        self._stats.checks += 1
-        self._stats.bytes["sketches"] += sketch.size_bytes
-        return number, sketch
-
     def _adopt(self, policy: Policy, arguments: Mapping[str, Any]) -> None:
         self.forget_policy()  # Should adopting fail halfway, no worker is trusted to hold any policy.
         stamp = policy.stamp()  # First: it finds out what there is.
         self._show(policy)
         self._spec = WeightsSpec.of(policy.weights())
-        num_probes = DEFAULT_PROBES if self._rule.needs_sketch else 0
         generation = generation_of(policy)
-        self._backend.adopt(policy, self._spec, self.newest + 1, num_probes, arguments)
+        self._backend.adopt(policy, self._spec, self.newest + 1, arguments)
         self._policy, self._stamp, self._is_told, self._generation = policy, stamp, False, generation
+        for held in list(self._pooled):
+            held.pool = None  # What a policy of another structure did cannot be compared with.
+        self._pooled.clear()
+        self._form, self._is_studied = None, False
         self._number_version()
+        self._counted = self.newest
+        self._count_needed(len(self._workers))
+        self._tracker = self._rule.start()
+        self._held.clear()
         self._sum_held = 0
         for worker in self._workers:
-            worker.policy = HeldPolicy(tracker=self._rule.start())
+            worker.policy = HeldPolicy()
             if worker.is_ready:
                 self._pull(worker, Reason.FIRST)
 
     def _show(self, policy: Policy) -> None:
         """Show a policy that wants to see them the newest observations, before its weights are read."""
         if (look_at := getattr(policy, "look_at", None)) is not None:
-            rows = [array[:_MAX_SHOWN] for array in self._backend.newest.observations if array is not None]
-            look_at(self._observations.nest(rows))
+            look_at(self._observations.nest(self._shown()))
         self._stats.fast_path = int(getattr(policy, "is_fast", False))
+
+    def _shown(self) -> list[NDArray[Any]]:
+        return [array[:_MAX_SHOWN] for array in self._backend.newest.observations if array is not None]
+
+    def _study(self) -> Form | None:
+        """Find out what the policy's distributions look like; None if it has none."""
+        if not self._is_studied and self._policy is not None:
+            shown = self._shown()
+            self._form = Form.of(
+                self._policy, self._observations.nest(shown), self._policy.initial_state(len(shown[0]))
+            )
+            self._is_studied = True
+        return self._form
 
     def _number_version(self) -> None:
         self.newest += 1
-        self._stats.note_version(len(self._workers), self._spec.size_bytes)
+        self._stats.updates += 1
 
-    def _choose(self, policy: Policy) -> set[Worker]:
-        behind = [worker for worker in self._workers if worker.is_ready and self.is_behind(worker)]
-        sketches = {worker: found for worker in behind if (found := self.sketch(policy, worker)) is not None}
-        measured: dict[Worker, Measurement] = {}
-        if sketches:
-            measured = self._backend.measure(sketches)
-            self._stats.divergence = float(np.nanmean([m.mean for m in measured.values()])) if measured else math.nan
-        pulls = set()
-        for worker in behind:
-            # One that took over in the meantime has the newest.
-            if self.is_behind(worker):
-                divergence = measured[worker].mean if worker in measured else None
-                if self.judge(worker, self.newest, divergence):
-                    pulls.add(worker)
-        if pulls:
-            self._backend.load(self._spec, policy.weights())
-        return pulls
+    def _count_needed(self, num_pulls: int) -> None:
+        self._stats.note_needed(num_pulls, self._spec.size_bytes)
 
-    def _hold(self, worker: Worker, version: int) -> None:
-        """Note which version a worker holds."""
-        self._sum_held += version - worker.policy.version
-        worker.policy.version = version
+    def _judge_in_order(self, behind: Sequence[Version]) -> Iterator[tuple[Version, Verdict]]:
+        """Ask the rule about versions, those that have diverged most first; leave out what it cannot be asked yet."""
+        found: list[tuple[float | None, Version]] = []
+        late: list[Version] = []
+        if not self._rule.compares or self._study() is None:
+            found = [(None, held) for held in behind]
+        else:
+            found = [(self.divergence_of(held), held) for held in behind if held.num_rows]
+            late = [held for held in behind if not held.num_rows and self.newest - held.number >= self.max_lag]
+            self._note_divergence(found)
+        for divergence, held in sorted(found, key=lambda each: (-(each[0] or 0.0), each[1].number)):
+            verdict = self._tracker.judge(held.number, self.newest, divergence, len(held.holders))
+            if verdict.advice is not None and verdict.reason not in self._warned:
+                self._warned.add(verdict.reason)
+                log.warning("%s", verdict.advice)
+            yield held, verdict
+        for held in late:
+            yield held, Verdict(True, Reason.LAG)
+
+    def _note_divergence(self, found: Sequence[tuple[float | None, Version]]) -> None:
+        """Keep the mean over the workers."""
+        if found:
+            weights = [max(1, len(held.holders)) for _, held in found]
+            self._stats.divergence = float(np.average([divergence for divergence, _ in found], weights=weights))
+
+    def _most_rows(self, held: Version) -> int:
+        """Return how many rows a version's pool may have, so that all pools together are not too large."""
+        if held.pool is None or not held.pool:
+            leaves = (array for array in self._backend.newest.observations if array is not None)
+            row_bytes = sum(array[:1].nbytes for array in leaves)
+        else:
+            row_bytes = held.pool.row_bytes
+        num_pools = len(self._pooled) + (held not in self._pooled)
+        return max(1, min(POOL_ROWS, _POOLS_BYTES // max(1, row_bytes * num_pools)))
+
+    def _read(self, data: bytes | None, num_rows: int, at_most: int, states: State) -> Probes | None:
+        if data is None:
+            return None
+        if not at_most:
+            raise WireError("It says how its actions were distributed, which it was not asked for.")
+        form = self._study()
+        if form is None or self._policy is None:  # Or a failure has ended the stream that this was for.
+            return None
+        self._stats.bytes["checks"] += len(data)
+        return unpack(values.loads(data), form, num_rows=num_rows, at_most=at_most, states=states)
+
+    def _add(self, held: Version, leaves: list[NDArray[Any]], states: State, probes: Probes) -> None:
+        if held.pool is None:
+            assert self._form is not None, "something was read"
+            held.pool = Pool(self._form)
+            self._pooled.add(held)
+            for other in self._pooled:
+                if other.pool is not None:
+                    other.pool.trim(self._most_rows(other))
+        held.pool.add(Sample(leaves, states, probes.arrays), self._most_rows(held))
+
+    def _give(self, worker: Worker, number: int) -> None:
+        """Note that a worker holds a version from now on."""
+        self._sum_held += number - worker.policy.version
+        if worker.policy.given:
+            old = worker.policy.given[-1]
+            old.holders.pop(worker, None)
+            if not old.holders:
+                self._held.pop(old.number, None)
+        held = self._held.setdefault(number, Version(number))
+        held.holders[worker] = None
+        worker.policy.given.append(held)
 
     def _pull(self, worker: Worker, reason: Reason) -> None:
-        self._hold(worker, self.newest)
-        worker.policy.divergence = 0.0
+        self._give(worker, self.newest)
+        self._note_pull(reason)
+
+    def _note_pull(self, reason: Reason) -> None:
         self._stats.pulls += 1
         self._stats.reasons[reason] += 1
         self._stats.bytes["weights"] += self._spec.size_bytes
-
-    def _current_probes(self, policy: Policy, worker: Worker) -> Probes:
-        start, stop = worker.start, worker.stop
-        count = min(DEFAULT_PROBES, worker.num_envs)
-        indices = choose_probes(1, worker.num_envs, count=count, seed=0, number=self.number)
-        rows = [array[None, start:stop] for array in self._backend.newest.observations if array is not None]
-        probes = take_probes(indices, self._observations.nest(rows))
-        return probes._replace(state=policy.initial_state(count))

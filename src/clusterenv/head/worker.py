@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from clusterenv.errors import ClusterEnvError
-from clusterenv.policy.sketch import Probes
-from clusterenv.policy.sync import Tracker
+from clusterenv.policy.pool import Pool
 from clusterenv.wire.buffers import RolloutBuffers, StepBuffers
 from clusterenv.wire.messages import Reply
 from clusterenv.wire.shared import HeadMailbox, SharedMemory, WorkerProcess
@@ -60,22 +59,49 @@ class Owed:
 
 
 @dataclass(eq=False, repr=False)
-class HeldPolicy:
-    """The policy that a worker holds.
+class Version:
+    """A version of the policy that workers hold, or have made something with that was not delivered yet.
 
     Attributes:
-        version: Of its weights; 0 if it holds none.
-        checked: The newest version that was judged whether the worker needs it.
-        divergence: Last measured between the worker's policy and the newest; NaN if never.
-        tracker: The worker's side of the sync rule.
-        probes: Observations to compare policies on, with the number of the rollout they are of.
+        number: Counted from 1.
+        holders: Who holds it, those that do so longest first.
+        pool: How it acted; None until anybody has said so.
+        judged: The newest version by which it was judged whether its holders take that.
+        compared: The newest version that it was compared with, with `num_compared` rows of the pool.
+        divergence: What came out; NaN if it was never compared.
     """
 
-    version: int = 0
-    checked: int = 0
+    number: int
+    holders: dict[Worker, None] = field(default_factory=dict)
+    pool: Pool | None = None
+    judged: int = 0
+    compared: int = 0
+    num_compared: int = 0
     divergence: float = float("nan")
-    tracker: Tracker | None = None
-    probes: tuple[int, Probes] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows its pool has."""
+        return 0 if self.pool is None else len(self.pool)
+
+
+@dataclass(eq=False, repr=False)
+class HeldPolicy:
+    """What a worker was given of the policy.
+
+    Attributes:
+        given: The versions with which it may make what it makes next: the last is the one that it holds, and those
+            before were on their way to it when it answered last.
+        counted: The newest version up to which it was counted how often it would have pulled every one.
+    """
+
+    given: deque[Version] = field(default_factory=deque)
+    counted: int = 0
+
+    @property
+    def version(self) -> int:
+        """The version of its weights; 0 if it holds none."""
+        return self.given[-1].number if self.given else 0
 
 
 class Slot(NamedTuple):
@@ -87,10 +113,10 @@ class Slot(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class AskedRollout:
-    """A rollout of a stream that a worker was asked for."""
+    """A rollout of a stream that a worker was asked for, and at how many rows to say how actions were distributed."""
 
-    number: int
     slot: Slot
+    num_probes: int
 
 
 @dataclass(eq=False, repr=False)
@@ -101,14 +127,12 @@ class StreamWork:
         asked: The rollouts it was asked for, in order.
         free: Slots that nothing is on the way to.
         num_ready: Rollouts that came and were not delivered yet.
-        is_comparing: Whether it was asked how far its policy is from the newest.
         num_loads: How often it was sent weights since something came from it.
     """
 
     asked: deque[AskedRollout] = field(default_factory=deque)
     free: list[Slot] = field(default_factory=list)
     num_ready: int = 0
-    is_comparing: bool = False
     num_loads: int = 0
 
 

@@ -374,7 +374,7 @@ class Workers:
             self.memories.unshare(slot.memory)
         worker.stream.free.clear()
         worker.stream.asked.clear()
-        worker.stream.is_comparing, worker.stream.num_loads = False, 0
+        worker.stream.num_loads = 0
         self.memories.unshare(worker.mailbox_memory)
         worker.mailbox_memory = None
         self.supervisor.lost(worker, reason, time.monotonic())

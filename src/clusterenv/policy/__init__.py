@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from clusterenv.policy.distribution import Distribution, divergence
 from clusterenv.policy.policy import BasePolicy, Decision, FunctionPolicy, Policy
-from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync, SyncRule
+from clusterenv.policy.sync import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync, SyncBudget, SyncRule
 
 if TYPE_CHECKING:
     from clusterenv.policy.families import (
@@ -37,6 +37,7 @@ __all__ = [
     "Policy",
     "QValues",
     "SquashedGaussian",
+    "SyncBudget",
     "SyncRule",
     "divergence",
 ]

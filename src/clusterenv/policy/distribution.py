@@ -33,7 +33,7 @@ class Distribution(ABC):
 
     family: ClassVar[str]
     sent: ClassVar[tuple[str, ...]]
-    """The fields that differ between two versions of one policy: what a sketch holds."""
+    """The fields that differ between two versions of one policy: what workers send."""
     reads: ClassVar[frozenset[str]] = frozenset({"deterministic"})
     """The per-call values that `sample` understands."""
 
@@ -89,14 +89,15 @@ class Distribution(ABC):
         got = {name: (array.shape, array.dtype.kind) for name, array in arrays.items()}
         if family != own_family or got != expected:
             raise PolicyError(
-                f"Expected a sketch {own_family!r} with shapes and kinds {expected}, got {family!r} with {got}: "
+                f"Expected {own_family!r} distributions with shapes and kinds {expected}, got {family!r} with {got}: "
                 "head and worker run different agents."
             )
-        newest = self._with_arrays(arrays)
+        newest = self.with_arrays(arrays)
         newest.check()
         return newest
 
-    def _with_arrays(self, arrays: Mapping[str, Array]) -> Self:
+    def with_arrays(self, arrays: Mapping[str, Array]) -> Self:
+        """Return this distribution with other values for what is named in `sent`; they are not checked."""
         return replace(self, **arrays)  # type: ignore[type-var]  # every family is a dataclass; an ABC cannot say so
 
 

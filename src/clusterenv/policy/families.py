@@ -392,7 +392,7 @@ class Custom(Distribution):
     def to_arrays(self) -> tuple[str, dict[str, Array]]:
         return self.name, dict(self.arrays)
 
-    def _with_arrays(self, arrays: Parameters) -> Custom:
+    def with_arrays(self, arrays: Parameters) -> Custom:
         return Custom(arrays, self.compare, self.name)
 
 

@@ -38,11 +38,14 @@ class Decision(NamedTuple):
         action: One array `[n, ...]`, or a dict or tuple of them, nested as the action space is.
         extras: What else the learner wants to know, each `[n, ...]`: "logprob", "value", ...
         state: The recurrent state after this step, each `[n, ...]`; None if the policy has none.
+        distribution: What the actions were drawn from, if it is at hand: it need not be evaluated once more in order
+            to be compared with another version's.
     """
 
     action: Tree
     extras: dict[str, Array]
     state: State | None = None
+    distribution: Distribution | None = None
 
 
 @runtime_checkable
@@ -348,7 +351,7 @@ def draw(
         )
     action, logprob = distribution.sample(rng, call)
     named: dict[str, Array] = {} if logprob is None else {"logprob": logprob}
-    return Decision(action, named if extras is None else {**named, **extras})
+    return Decision(action, named if extras is None else {**named, **extras}, None, distribution)
 
 
 def start_episodes(state: State, initial: State, starts: NDArray[np.bool_]) -> State:

@@ -1,7 +1,8 @@
 """When a worker pulls the learner's newest weights.
 
-A rule is a frozen config; `start` makes the tracker that holds one worker's state. A tracker is given what is known and
-returns a verdict, without I/O or a clock. Versions are numbered from 1; a worker without weights has version 0.
+A rule is a frozen config; `start` makes the tracker that holds a run's state. A tracker is given what is known of a
+version that workers hold and returns a verdict for all of them, without I/O or a clock. Versions are numbered from 1; a
+worker without weights has version 0.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from numbers import Real
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 from clusterenv.errors import ConfigError
 
 # As a fraction of the threshold. A divergence below this is negligible, and how it changes is noise.
 _NEGLIGIBLE = 0.05
+_MAX_COURSES = 64  # Versions are held for a while; of those that are not any more the tracker is not told.
 
 
 class Reason(Enum):
@@ -29,15 +31,21 @@ class Reason(Enum):
     PERIOD = "period"
     DIVERGED = "diverged"
     PLATEAU = "plateau"
+    BUDGET = "budget"
     LAG = "max_lag"
     UNMEASURED = "unmeasured"
 
 
 class Verdict(NamedTuple):
-    """Whether to pull, and why."""
+    """Whether to pull, and why.
+
+    Attributes:
+        at_most: How many of the version's holders, those that have held it longest first; None: all.
+    """
 
     pulls: bool
     reason: Reason
+    at_most: int | None = None
 
     @property
     def advice(self) -> str | None:
@@ -46,15 +54,18 @@ class Verdict(NamedTuple):
 
 
 class Tracker(Protocol):
-    """A rule applied to one worker."""
+    """A rule applied in one run."""
 
-    def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
-        """Decide whether to pull `newest`.
+    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
+        """Decide whether the workers that hold a version pull `newest`.
+
+        Each version that is held is judged once for each newer one, those that have diverged most first.
 
         Args:
-            own: The version the worker holds; 0 if none.
+            own: The version they hold; 0 if none.
             newest: The newest version.
-            divergence: Mean KL(own || newest) over the probes, if it was measured between exactly these two versions.
+            divergence: Mean KL(own || newest) over states they met; None if the policy has no distribution.
+            num_workers: How many hold it.
         """
 
 
@@ -62,15 +73,15 @@ class SyncRule(Protocol):
     """When workers pull new weights."""
 
     @property
-    def needs_sketch(self) -> bool:
-        """Whether the head must send sketches for this rule."""
+    def compares(self) -> bool:
+        """Whether it judges by divergences: then workers say how their actions were distributed."""
 
     @property
     def max_lag(self) -> float:
         """How many versions behind a worker may fall before it must pull; infinite if it need not."""
 
     def start(self) -> Tracker:
-        """Return the tracker for one worker."""
+        """Return the tracker for a run."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +105,10 @@ class AdaptiveSync:
 
     threshold: float = 0.05
     _: KW_ONLY
-    max_lag: int = 20
+    max_lag: float = 20
     plateau: float | None = 0.5
 
-    needs_sketch: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.threshold, Real) or not 0 < self.threshold < math.inf:
@@ -110,59 +121,132 @@ class AdaptiveSync:
                 "1 times its own average. None switches it off."
             )
 
+    @classmethod
+    def off_policy(cls, threshold: float = 0.05) -> Self:
+        """Return the rule for learners that correct for who made the data, or do not care: DQN, SAC, V-trace.
+
+        The trap is not for them, so both protections are off: workers pull when they have diverged, and only then.
+        """
+        return cls(threshold, max_lag=math.inf, plateau=None)
+
     def start(self) -> Tracker:
         return _AdaptiveTracker(self)
+
+
+@dataclass
+class _Course:
+    """How far a version had diverged, and when."""
+
+    version: int  # The newest one it was compared with, and the divergence then.
+    divergence: float = 0.0
+    stalls: int = 0  # Consecutive versions, up to the last, at which the divergence had stopped growing.
+    has_crossed: bool = False
 
 
 class _AdaptiveTracker:
     def __init__(self, rule: AdaptiveSync) -> None:
         self._rule = rule
-        self._own = 0
-        self._version = 0  # The version measured last, and the divergence then.
-        self._divergence = 0.0
-        self._stalls = 0  # Consecutive versions, up to the last, at which the divergence had stopped growing.
-        self._crossings = 0  # Pulls above the threshold since the last one below it.
-        self._has_crossed = False  # Whether the weights of such a pull have yet to arrive.
+        self._courses: dict[int, _Course] = {}
+        self._crossings = 0  # Versions left above the threshold since the last that was left below it.
+        self._crossed_at = 0  # The newest version at the last of them.
 
-    def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
+    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
         if basic := _judge_versions(own, newest):
             return basic
-        if own != self._own:  # A pull has arrived; a version does not diverge from itself.
-            self._crossings += self._has_crossed
-            self._own, self._version, self._divergence, self._stalls, self._has_crossed = own, own, 0.0, 0, False
         if divergence is None:
             return Verdict(True, Reason.UNMEASURED)
+        course = self._course_of(own)
         if not divergence <= self._rule.threshold:  # NaN pulls too.
-            self._has_crossed = True
+            self._note_crossing(course, newest)
             return Verdict(True, Reason.DIVERGED)
-        if newest > self._version:  # Measuring the same version again, on other probes, says nothing about growth.
-            self._stalls = self._stalls + 1 if self._has_stopped_growing(newest, divergence) else 0
-            self._version, self._divergence = newest, divergence
-        if self._stalls >= max(1, self._crossings):
+        if newest > course.version:  # Measuring the same version again, on other probes, says nothing about growth.
+            course.stalls = course.stalls + 1 if self._has_stopped_growing(own, course, newest, divergence) else 0
+            course.version, course.divergence = newest, divergence
+        if course.stalls >= max(1, self._crossings):
             return self._pull_below(Reason.PLATEAU)
         if newest - own >= self._rule.max_lag:
             return self._pull_below(Reason.LAG)
         return Verdict(False, Reason.BELOW)
 
+    def _course_of(self, own: int) -> _Course:
+        if own not in self._courses:
+            while len(self._courses) >= _MAX_COURSES:
+                del self._courses[min(self._courses)]
+            self._courses[own] = _Course(own)  # A version does not diverge from itself.
+        return self._courses[own]
+
+    def _note_crossing(self, course: _Course, newest: int) -> None:
+        """Count a crossing once, even if the pull is long on its way, and workers cross with several versions."""
+        if not course.has_crossed and newest > self._crossed_at:
+            self._crossings += 1
+            self._crossed_at = newest
+        course.has_crossed = True
+
     def _pull_below(self, reason: Reason) -> Verdict:
         self._crossings = 0
         return Verdict(True, reason)
 
-    def _has_stopped_growing(self, newest: int, divergence: float) -> bool:
+    def _has_stopped_growing(self, own: int, course: _Course, newest: int, divergence: float) -> bool:
         if self._rule.plateau is None or divergence < _NEGLIGIBLE * self._rule.threshold:
             return False
-        if self._version <= self._own:
+        if course.version <= own:
             return False  # The first version after a pull has nothing to compare with.
-        growth = (divergence - self._divergence) / (newest - self._version)
-        average = self._divergence / (self._version - self._own)
+        growth = (divergence - course.divergence) / (newest - course.version)
+        average = course.divergence / (course.version - own)
         return growth < self._rule.plateau * average
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncBudget:
+    """Pull so often per new version on average, the workers that have diverged most first.
+
+    Among equals those that hold the oldest version come first. What is not spent, because nobody has diverged, is not
+    saved up: over any 20 versions there are at most 20 times as many pulls, and one more. `envs.stats["threshold"]` is
+    the divergence that this came to: the least at which workers pulled last.
+
+    Attributes:
+        pulls_per_update: Of all workers together; 0.5 is one pull for every second version.
+    """
+
+    pulls_per_update: float
+
+    compares: ClassVar[bool] = True
+    max_lag: ClassVar[float] = math.inf
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pulls_per_update, Real) or not 0 < self.pulls_per_update < math.inf:
+            raise ConfigError(
+                f"SyncBudget.pulls_per_update must be a positive number of pulls, got {self.pulls_per_update!r}."
+            )
+
+    def start(self) -> Tracker:
+        return _BudgetTracker(float(self.pulls_per_update))
+
+
+class _BudgetTracker:
+    def __init__(self, pulls_per_update: float) -> None:
+        self._income = pulls_per_update
+        self._most = pulls_per_update + 1 if pulls_per_update >= 1 else 1.0  # One more: fractions must not be lost.
+        self._left = 0.0
+        self._newest: int | None = None
+
+    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
+        if basic := _judge_versions(own, newest):
+            return basic
+        if self._newest is None or newest > self._newest:
+            updates = 1 if self._newest is None else newest - self._newest
+            self._left, self._newest = min(self._most, self._left + updates * self._income), newest
+        # A thousandth: ten times a tenth is not quite one.
+        count = 0 if divergence == 0.0 else min(num_workers, int(self._left + 1e-3))
+        self._left -= count
+        return Verdict(True, Reason.BUDGET, count) if count else Verdict(False, Reason.WAITING)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EveryUpdate:
     """Pull every new version."""
 
-    needs_sketch: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
     max_lag: ClassVar[float] = 1
 
     def start(self) -> Tracker:
@@ -179,7 +263,7 @@ class PeriodicSync:
 
     k: int
 
-    needs_sketch: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, Real) or self.k < 1:
@@ -197,7 +281,7 @@ class PeriodicSync:
 class NeverSync:
     """Pull once, at the start, and then keep those weights."""
 
-    needs_sketch: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
     max_lag: ClassVar[float] = math.inf
 
     def start(self) -> Tracker:
@@ -209,7 +293,7 @@ class _LagTracker:
         self._lag = lag
         self._reason = reason
 
-    def judge(self, own: int, newest: int, divergence: float | None = None) -> Verdict:
+    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
         if basic := _judge_versions(own, newest):
             return basic
         if newest - own >= self._lag:

@@ -43,7 +43,7 @@ def check_launcher(launcher: object) -> None:
 
 def check_sync(sync: object) -> None:
     """Raise ConfigError unless this is a sync rule; None stands for the default."""
-    _check_instance("sync", sync, ("start", "needs_sketch"), _RULES)
+    _check_instance("sync", sync, ("start", "compares"), _RULES)
 
 
 def check_settings(**settings: object) -> None:

@@ -115,26 +115,15 @@ class Adopt(_Message, tag=8, frozen=True):
     code: bytes  # cloudpickle of (policy, weights spec)
     version: int
     weights: Offer | None  # where this version's weights lie, and later ones' will; None: they follow as a frame
-    num_probes: int  # how many probe observations to keep of each rollout; 0: none
     arguments: bytes | None  # cloudpickle: per-call values to try the policy with
-
-
-class Measure(_Message, tag=9, frozen=True):
-    """Head to worker: how far is your policy from this one?"""
-
-    call: int
-    number: int  # with it, head and worker choose the same probes
-    version: int
-    family: str
-    arrays: bytes  # values: the sketch
 
 
 class Collect(_Message, tag=10, frozen=True):
     """Head to worker: make a rollout; new weights, if any, are in the weights' memory or follow as a frame."""
 
     call: int
-    number: int  # with it, head and worker choose the same probes
     num_steps: int
+    num_probes: int  # at how many rows to say how actions were distributed; 0: none
     version: int | None  # of the new weights; None: go on with those you have
     arguments: bytes | None  # cloudpickle: per-call values
     memory: Offer | None  # where the rollout goes; None: send it as frames
@@ -148,6 +137,7 @@ class Decide(_Message, tag=11, frozen=True):
     buffer: int  # which of the two step buffers to fill
     version: int | None
     arguments: bytes | None  # cloudpickle: per-call values
+    num_probes: int  # as with Collect
 
 
 class Ping(_Message, tag=12, frozen=True):
@@ -260,6 +250,7 @@ class Stepped(_Message, tag=22, frozen=True):
     columns: bytes | None  # values: what has no fixed size, one list per leaf; None: nothing
     generation: Annotated[int, Meta(ge=0, lt=MAX_GENERATION)] = 0  # of the infos in shared memory; 0: none are there
     errors: list[tuple[int, str]] = []  # exceptions of environments that were forgiven: rows of the shard, and texts
+    probes: bytes | None = None  # values: see `policy.probes.Probes`
 
     @property
     def is_plain(self) -> bool:
@@ -296,14 +287,6 @@ class Adopted(_Message, tag=25, frozen=True):
     packages: Packages = {}  # what has been imported since `Made`
 
 
-class Measured(_Message, tag=26, frozen=True):
-    """Worker to head: the mean divergence over the probes, and that estimate's standard error, in nats."""
-
-    call: int
-    divergence: float
-    standard_error: float
-
-
 class Collected(_Message, tag=27, frozen=True):
     """Worker to head: the rollout is made; its arrays are in place or follow as frames."""
 
@@ -312,6 +295,7 @@ class Collected(_Message, tag=27, frozen=True):
     busy_s: float
     first: int  # the first step that has not come in a Part
     version: Annotated[int, Meta(ge=0, lt=2**53)]  # of the weights it was made with
+    probes: bytes | None = None  # values: see `policy.probes.Probes`
 
 
 class Evaluated(_Message, tag=33, frozen=True):
@@ -349,7 +333,6 @@ Request: TypeAlias = (
     | Stop
     | Refused
     | Adopt
-    | Measure
     | Collect
     | Decide
     | Ping
@@ -361,19 +344,7 @@ Request: TypeAlias = (
     | Registered
 )
 Reply: TypeAlias = (
-    Register
-    | Join
-    | Made
-    | Ready
-    | Stepped
-    | Returned
-    | Failed
-    | Adopted
-    | Measured
-    | Collected
-    | Evaluated
-    | Part
-    | Progress
+    Register | Join | Made | Ready | Stepped | Returned | Failed | Adopted | Collected | Evaluated | Part | Progress
 )
 
 _encoder = msgspec.msgpack.Encoder()

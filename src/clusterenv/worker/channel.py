@@ -128,7 +128,7 @@ class Channel:
             has_come, timeout_s = True, 0.0
             # Rollouts of a stream are asked for ahead, and what is more urgent comes behind them. After any other
             # request nothing more comes before it is answered.
-            if not all_there_is or not isinstance(request, messages.Collect | messages.Load | messages.Measure):
+            if not all_there_is or not isinstance(request, messages.Collect | messages.Load):
                 break
         return has_come
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
 from clusterenv.policy.policy import Decision, Policy, State, start_episodes
-from clusterenv.policy.sketch import Measurement, Probes, Sketch, choose_probes, measure, take_probes
+from clusterenv.policy.probes import Probes
 from clusterenv.wire.buffers import RolloutBuffers, describe
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.messages import ArraySpec
@@ -22,11 +22,11 @@ from clusterenv.worker.episodes import EpisodeLedger
 from clusterenv.worker.host import Host
 from clusterenv.worker.infos import Infos, complete, info_row
 from clusterenv.worker.masks import NAME, ActionMasks
+from clusterenv.worker.prober import Prober, Probing
 
 OnStep = Callable[[int], None]
 
 _NEVER_NAN = frozenset({"logprob", "value"})
-_MAX_KEPT = 8  # Rollouts whose probes are kept: in a stream the head speaks of one that is not the last.
 
 
 class Collector:
@@ -47,6 +47,7 @@ class Collector:
         mode: AutoresetMode,
         masks: ActionMasks,
         *,
+        start: int,
         is_at_start: bool,
         seeds: Sequence[int | None],
     ) -> None:
@@ -58,12 +59,14 @@ class Collector:
             spaces: Of observations and actions, of one environment.
             mode: How the host resets.
             masks: Which actions the environments allow.
+            start: The number of the first environment in the run.
             is_at_start: Whether the environments were not stepped since their reset.
             seeds: What they were reset with.
         """
         self._host = host
         self._mode = mode
         self._masks = masks
+        self._start = start
         self._rows = len(host.buffers.rewards)
         observation_space, action_space = spaces
         self._observations, self._actions = Layout(observation_space), Layout(action_space)
@@ -75,20 +78,14 @@ class Collector:
             self._pending[:] = False
         self._ledger = EpisodeLedger(self._rows, is_at_start=is_at_start, seeds=seeds)
         self._ledger.restart(self._pending)  # Their next step is a reset: an episode seen from its start.
-        self.replace(policy, num_probes=0)
+        self.replace(policy)
 
-    def replace(self, policy: Policy, *, num_probes: int) -> None:
-        """Let another policy go on where this one stands; a recurrent one begins without memory.
-
-        Args:
-            policy: The new one.
-            num_probes: How many observations of each rollout to keep for `measure`.
-        """
+    def replace(self, policy: Policy) -> None:
+        """Let another policy go on where this one stands; a recurrent one begins without memory."""
         self.version = 0
         self._policy = policy
         self._takes_masks = NAME in getattr(policy, "takes", ())
-        self._num_probes = num_probes
-        self._probes: dict[int, Probes] = {}  # By the number of their rollout.
+        self._prober = Prober(policy, self._observations, self._rows, self._start)
         self._state: State | None = checked_state(policy.initial_state(self._rows))
         self._before: State | None = None
 
@@ -140,9 +137,9 @@ class Collector:
         self._starts |= mask
         self._pending &= ~mask
         self._ledger.restart(mask, seeds)
-        self._probes.clear()
         if seed is not None:
             self._policy.seed(seed)
+            self._prober.restart()
 
     def resume_after_error(self) -> None:
         """Learn from the host how far a step has come in which an environment raised."""
@@ -155,7 +152,6 @@ class Collector:
         self._pending = pending
         self._ledger.spoil(~known)
         self._ledger.restart(known)
-        self._probes.clear()
 
     def load(self, version: int, weights: Mapping[str, NDArray[Any]]) -> None:
         """Take new weights."""
@@ -163,19 +159,20 @@ class Collector:
         self.version = version
 
     def collect(
-        self, block: RolloutBuffers, number: int, values: Mapping[str, Any], on_step: OnStep | None = None
-    ) -> dict[str, Any]:
+        self, block: RolloutBuffers, num_probes: int, values: Mapping[str, Any], on_step: OnStep | None = None
+    ) -> tuple[dict[str, Any], Probes | None]:
         """Make a rollout.
 
         Args:
             block: This shard's columns.
-            number: Of the rollout: with it, head and worker choose the same probes.
+            num_probes: At how many rows to say how actions were distributed.
             values: Per-call values for the policy.
             on_step: Told after each step how many are made.
 
         Returns:
-            Where the environments stood at its beginning, the finished episodes, the final observations that are not
-            in the block, and the errors of environments that were reset for them: rows and texts.
+            The summary: where the environments stood at its beginning, the finished episodes, the final observations
+            that are not in the block, and the errors of environments that were reset for them, rows and texts. And the
+            probes, if any are wanted and there are any.
         """
         self.is_stepping = False
         positions = self._ledger.positions()
@@ -184,11 +181,12 @@ class Collector:
         self._errors: list[list[Any]] = []
         for column, newest in zip(block.observations, self._host.buffers.observations, strict=True):
             column[0] = newest
+        probing = self._begin_probing(num_steps, num_probes, block) if num_probes else None
         self._last_infos: dict[tuple[int, int], Infos] = {}
         made = reached = 0
         try:
             for step in range(num_steps):
-                actions = self._decide([column[step] for column in block.observations], block, step, values)
+                actions = self._decide([column[step] for column in block.observations], block, step, values, probing)
                 self._host.observe_into([column[step + 1] for column in block.observations])
                 reached = step + 1  # Also if an environment raises: the host sees to it that every row is there.
                 self.is_stepping = True
@@ -210,8 +208,8 @@ class Collector:
         for name in _NEVER_NAN & block.extras.keys():
             if np.isnan(block.extras[name]).any():
                 raise PolicyError(f"The policy's {name} holds NaN. Has training diverged?")
-        self._keep_probes(block, number)
-        return {
+        probes = None if probing is None else self._prober.finish(probing, block, may_keep=self._may_keep(values))
+        summary = {
             "positions": positions,
             "episodes": {
                 "row": episodes.row,
@@ -226,12 +224,24 @@ class Collector:
             "finals": _stack_finals(finals, len(self._observations.leaves)),
             "errors": self._errors,
         }
+        return summary, probes
 
-    def decide(self, buffer: int, values: Mapping[str, Any]) -> Infos:
-        """Choose actions, step once into this step buffer, and return the infos with the decision among them."""
+    def decide(self, buffer: int, num_probes: int, values: Mapping[str, Any]) -> tuple[Infos, Probes | None]:
+        """Choose actions and step once into this step buffer.
+
+        Returns:
+            The infos with the decision among them, and the probes, as `collect` does.
+        """
         self.is_stepping = False
-        decision = self._act(list(self._host.buffers.observations), values)
+        observations = list(self._host.buffers.observations)
+        decision = self._act(observations, values)
         actions = self._choices.check(decision)
+        probes = None
+        if num_probes:
+            may_keep = self._may_keep(values)
+            probes = self._prober.probe_step(
+                decision, observations, self._before, ~self._pending, num_probes, may_keep=may_keep
+            )
         extras = self._with_mask_extra(decision.extras)
         batch = self._choices.split(actions, is_batched=self._host.takes_batches)
         self.is_stepping = True
@@ -242,19 +252,7 @@ class Collector:
         self.account()
         version = np.full(self._rows, self.version, np.int64)
         extras.pop(NAME, None)  # The infos hold the mask for the next action under that name, as with other steps.
-        return {**infos, "action": self._actions.nest(actions), **extras, "policy_version": version}
-
-    def measure(self, sketch: Sketch, number: int) -> Measurement:
-        """Compare the policy with a sketch, on a rollout's probes or, without any, on current observations."""
-        if number not in self._probes:
-            count = min(self._num_probes, self._rows)
-            indices = choose_probes(1, self._rows, count=count, seed=0, number=number)
-            current = self._observations.nest(
-                [array[None] for array in self._host.buffers.observations if array is not None]
-            )
-            probes = take_probes(indices, current)._replace(state=self._policy.initial_state(count))
-            return measure(self._policy, probes, sketch)
-        return measure(self._policy, self._probes[number], sketch)
+        return {**infos, "action": self._actions.nest(actions), **extras, "policy_version": version}, probes
 
     def account(self) -> None:
         """Count a step that is not part of a rollout."""
@@ -263,7 +261,6 @@ class Collector:
         done = (buffers.terminations | buffers.truncations) & taken
         self._ledger.add(buffers.rewards[None], taken[None], done[None])
         self._advance(taken, done)
-        self._probes.clear()
 
     def _act(self, observations: list[Any], values: Mapping[str, Any]) -> Decision:
         if self._state is not None:
@@ -277,8 +274,25 @@ class Collector:
         self._state, self._before = decision.state, before
         return decision
 
-    def _decide(self, observations: list[Any], block: RolloutBuffers, step: int, values: Mapping[str, Any]) -> Any:
+    def _begin_probing(self, num_steps: int, num_probes: int, block: RolloutBuffers) -> Probing | None:
+        first = [column[0] for column in block.observations]
+        return self._prober.begin(num_steps, num_probes, first, self._state)
+
+    def _may_keep(self, values: Mapping[str, Any]) -> bool:
+        """Whether the policy knows nothing at its decisions but observations and its own state."""
+        return not values and not (self._takes_masks and self._masks.current is not None)
+
+    def _decide(
+        self,
+        observations: list[Any],
+        block: RolloutBuffers,
+        step: int,
+        values: Mapping[str, Any],
+        probing: Probing | None,
+    ) -> Any:
         decision = self._act(observations, values)
+        if probing is not None and probing.is_due(step):
+            probing.note(decision)
         actions = self._choices.check(decision)
         for column, action in zip(block.actions, actions, strict=True):
             column[step] = action
@@ -323,17 +337,6 @@ class Collector:
         else:
             self._starts = np.zeros(self._rows, np.bool_)
             self._pending = self._pending | done
-
-    def _keep_probes(self, block: RolloutBuffers, number: int) -> None:
-        if self._num_probes:
-            num_steps = len(block.rewards)
-            indices = choose_probes(
-                num_steps, self._rows, count=self._num_probes, seed=0, number=number, valid=block.valid
-            )
-            observations = self._observations.nest([column[:num_steps] for column in block.observations])
-            while len(self._probes) >= _MAX_KEPT:
-                del self._probes[next(iter(self._probes))]
-            self._probes[number] = take_probes(indices, observations, block.states or None)
 
     def _with_masks(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return per-call values with the masks of the environments, if these have any and the policy takes them."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clusterenv.errors import OWN_TYPES
-from clusterenv.wire.messages import Adopt, Apply, Collect, Decide, Evaluate, Failed, Measure, Request, Where
+from clusterenv.wire.messages import Adopt, Apply, Collect, Decide, Evaluate, Failed, Request, Where
 
 _MAX_CHARACTERS = 32_000  # Four bytes each at worst: an error is a small message.
 _MAX_NAME = 255
@@ -30,7 +30,7 @@ def culprit_of(request: Request, *, is_stepping: bool) -> Where:
     match request:
         case Apply():
             return "function"
-        case Adopt() | Measure():
+        case Adopt():
             return "policy"
         case Decide() | Collect() | Evaluate():
             return "environment" if is_stepping else "policy"

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, assert_never
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
-from clusterenv.policy.sketch import Sketch
+from clusterenv.policy.probes import Probes, pack
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.wire import values
 from clusterenv.wire.arrays import allocate, shared_allocator
@@ -26,8 +26,6 @@ from clusterenv.wire.messages import (
     Evaluate,
     Evaluated,
     Invoke,
-    Measure,
-    Measured,
     Offer,
     Part,
     Reply,
@@ -45,7 +43,7 @@ from clusterenv.worker.infos import complete
 from clusterenv.worker.shard import Shard, unpickle
 
 ShardRequest: TypeAlias = (
-    Reset | Step | Invoke | SetAttribute | Apply | Adopt | Measure | Collect | Decide | Resume | Show | Evaluate
+    Reset | Step | Invoke | SetAttribute | Apply | Adopt | Collect | Decide | Resume | Show | Evaluate
 )
 Answer: TypeAlias = tuple[Reply, Iterable[NDArray[Any]]]
 Send: TypeAlias = Callable[[Reply, Iterable[NDArray[Any]]], None]
@@ -123,12 +121,10 @@ class Handler:
                 return _returned(call, shard.host.apply(unpickle(request.function), request.rows))
             case Adopt():
                 return self._adopt(request, weights), ()
-            case Measure():
-                sketch = Sketch(request.version, request.family, values.loads(request.arrays))
-                return Measured(call, *shard.measure(sketch, request.number)), ()
             case Decide():
                 self.load(request.version, weights)
-                return self._stepped(call, shard.decide(request.buffer, _unpickled(request.arguments) or {}))
+                arguments = _unpickled(request.arguments) or {}
+                return self._stepped(call, *shard.decide(request.buffer, request.num_probes, arguments))
             case Collect():
                 return self._collect(request, weights)
             case Evaluate():
@@ -138,7 +134,7 @@ class Handler:
             case _:
                 assert_never(request)
 
-    def _stepped(self, call: int, infos: dict[str, Any]) -> Answer:
+    def _stepped(self, call: int, infos: dict[str, Any], probes: Probes | None = None) -> Answer:
         host = self._shard.host
         objects = host.objects()
         columns = values.dumps(objects) if objects else None
@@ -147,7 +143,8 @@ class Handler:
             if self._slot_writer is not None and (generation := self._slot_writer.write(infos)):
                 return Stepped(call, None, columns, generation, errors), ()
             infos = complete(infos, self._assignment.num_rows)
-        return Stepped(call, values.dumps(infos) if infos else None, columns, 0, errors), host.buffers.results
+        packed = None if probes is None else values.dumps(pack(probes))
+        return Stepped(call, values.dumps(infos) if infos else None, columns, 0, errors, packed), host.buffers.results
 
     def _adopt(self, request: Adopt, weights: memoryview | None) -> Adopted:
         self._load_error = None
@@ -155,9 +152,7 @@ class Handler:
         self._weights_memory = None if request.weights is None else open_offer(request.weights)
         self._blocks.clear()
         decoded = self._weights_spec.decode(self._newest(weights))
-        spec = self._shard.adopt(
-            policy, request.version, decoded, request.num_probes, _unpickled(request.arguments) or {}
-        )
+        spec = self._shard.adopt(policy, request.version, decoded, _unpickled(request.arguments) or {})
         return Adopted(request.call, list(spec.extras), list(spec.states), self._new_packages())
 
     def load_for_next(self, version: int, weights: memoryview | None) -> None:
@@ -205,9 +200,11 @@ class Handler:
 
         size_bytes = sum(array.nbytes for array in block.arrays())
         least_steps = -(-request.num_steps * _PART_BYTES // size_bytes)
-        summary = self._shard.collect(block, request.number, _unpickled(request.arguments) or {}, on_step)
+        arguments = _unpickled(request.arguments) or {}
+        summary, probes = self._shard.collect(block, request.num_probes, arguments, on_step)
+        packed = None if probes is None else values.dumps(pack(probes))
         busy_s = time.perf_counter() - started
-        reply = Collected(request.call, values.dumps(summary), busy_s, first, self._shard.policy_version)
+        reply = Collected(request.call, values.dumps(summary), busy_s, first, self._shard.policy_version, packed)
         return reply, block.steps(first, request.num_steps).arrays()
 
     def _block_for(self, request: Collect) -> RolloutBuffers:

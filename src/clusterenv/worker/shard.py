@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
 from clusterenv.policy.policy import Policy
-from clusterenv.policy.sketch import Measurement, Sketch
+from clusterenv.policy.probes import Probes
 from clusterenv.wire.assignment import Assignment, EvaluationPlan, RunSpaces
 from clusterenv.wire.buffers import RolloutBuffers, RolloutLayout
 from clusterenv.wire.layout import Layout
@@ -140,16 +140,13 @@ class Shard:
             self._collector.account()
         return infos
 
-    def adopt(
-        self, policy: Policy, version: int, weights: Weights, num_probes: int, values: Mapping[str, Any]
-    ) -> RolloutLayout:
+    def adopt(self, policy: Policy, version: int, weights: Weights, values: Mapping[str, Any]) -> RolloutLayout:
         """Put a policy beside the environments, in place of an earlier one, and find out what it returns.
 
         Args:
             policy: This shard's own from now on.
             version: Of its weights.
             weights: To load: a policy travels without them.
-            num_probes: How many observations of each rollout to keep for `measure`.
             values: Per-call values to try it with.
         """
         spaces = self._spaces
@@ -159,11 +156,12 @@ class Shard:
             (spaces.observation_space, spaces.action_space),
             self._assignment.autoreset_mode,
             self._masks,
+            start=self._assignment.start,
             is_at_start=self._is_at_start,
             seeds=self._seeds,
         )
         self.host.keeps_infos = self._masks.current is not None
-        collector.replace(policy, num_probes=num_probes)
+        collector.replace(policy)
         collector.load(version, weights)
         extras, states = collector.rehearse(values)
         if self._policy_seed is not None:
@@ -189,28 +187,24 @@ class Shard:
         """Give the policy new weights."""
         self._policy().load(version, weights)
 
-    def measure(self, sketch: Sketch, number: int) -> Measurement:
-        """Estimate how far the policy is from the sketched one."""
-        return self._policy().measure(sketch, number)
-
-    def decide(self, buffer: int, values: Mapping[str, Any]) -> Infos:
-        """Let the policy choose actions, and step every environment once."""
+    def decide(self, buffer: int, num_probes: int, values: Mapping[str, Any]) -> tuple[Infos, Probes | None]:
+        """Let the policy choose actions, and step every environment once; see `Collector.decide`."""
         with self._resuming_after_errors():
-            infos = self._policy().decide(buffer, values)
+            decided = self._policy().decide(buffer, num_probes, values)
         self._is_at_start = False
-        return infos
+        return decided
 
     def collect(
-        self, block: RolloutBuffers, number: int, values: Mapping[str, Any], on_step: OnStep | None = None
-    ) -> dict[str, Any]:
-        """Fill buffers with a rollout; returns its summary."""
+        self, block: RolloutBuffers, num_probes: int, values: Mapping[str, Any], on_step: OnStep | None = None
+    ) -> tuple[dict[str, Any], Probes | None]:
+        """Fill buffers with a rollout; returns its summary and its probes, see `Collector.collect`."""
         collector = self._policy()
         if self.host.start_over():
             collector.restart(np.ones(self._assignment.num_rows, np.bool_), self._seeds, None)
         with self._resuming_after_errors():
-            summary = collector.collect(block, number, values, on_step)
+            made = collector.collect(block, num_probes, values, on_step)
         self._is_at_start = False
-        return summary
+        return made
 
     def play(
         self, plan: EvaluationPlan | None, num_envs: int, tasks: Sequence[Task], limit_s: float

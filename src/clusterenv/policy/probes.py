@@ -1,0 +1,151 @@
+"""Probes: the rows of a rollout at which a policy says how its actions were distributed.
+
+A worker sends the parameters of its distributions at a few rows with what it made. The head has the observations of
+these rows: evaluating the newest policy on them shows how far the worker's is from it, without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clusterenv.errors import PolicyError, WireError
+from clusterenv.policy.distribution import Array, Distribution
+from clusterenv.policy.policy import Policy, State, Tree, map_tree
+
+
+class Probes(NamedTuple):
+    """Parameters of a policy's action distributions, and where they were.
+
+    Attributes:
+        rows: Of what was made: step times the number of environments, plus the environment; ascending.
+        family: Of the distributions.
+        arrays: Their parameters: those that differ from state to state have a row for each of `rows`.
+        states: The recurrent state before each row, if the receiver does not have it.
+    """
+
+    rows: NDArray[np.uint32]
+    family: str
+    arrays: dict[str, Array]
+    states: dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a policy's distributions look like, on however many states.
+
+    Attributes:
+        model: A distribution on two states.
+        family: Its family.
+        per_state: The parameters that have a row for each state; the others hold for all states.
+    """
+
+    model: Distribution
+    family: str
+    per_state: frozenset[str]
+
+    @classmethod
+    def of(cls, policy: Policy, obs: Tree, state: State | None) -> Self | None:
+        """Find out by evaluating a policy on a state and on two; None if it has no distributions.
+
+        Args:
+            policy: Any.
+            obs: One observation or more.
+            state: A recurrent state for each, if it has any.
+        """
+        one, two = (
+            policy.distribution(*take((obs, state), np.zeros(count, np.int64)))  # The first one, and that twice.
+            for count in (1, 2)
+        )
+        if one is None or two is None:
+            return None
+        family, few = one.to_arrays()
+        more = two.to_arrays()[1]
+        return cls(two, family, frozenset(name for name in more if more[name].shape != few[name].shape))
+
+    def pick(self, arrays: Mapping[str, Array], rows: NDArray[np.integer]) -> dict[str, Array]:
+        """Return the parameters on some of the states."""
+        return {name: array[rows] if name in self.per_state else array for name, array in arrays.items()}
+
+    def join(self, parts: list[dict[str, Array]]) -> dict[str, Array]:
+        """Put parameters on different states one after another; those that hold for all states are the first's."""
+        return {
+            name: np.concatenate([part[name] for part in parts]) if name in self.per_state else array
+            for name, array in parts[0].items()
+        }
+
+    def check(self, family: str, arrays: Mapping[str, Array], count: int) -> None:
+        """Check what somebody else says are the parameters of such distributions on so many states.
+
+        Raises:
+            PolicyError: They are not.
+        """
+        expected = {
+            name: ((count, *array.shape[1:]) if name in self.per_state else array.shape, array.dtype.kind)
+            for name, array in self.model.to_arrays()[1].items()
+        }
+        got = {name: (array.shape, array.dtype.kind) for name, array in arrays.items()}
+        if family != self.family or got != expected:
+            raise PolicyError(
+                f"Expected the parameters of {self.family!r} distributions with shapes and kinds {expected}, got "
+                f"{family[:100]!r} with {str(got)[:300]}."
+            )
+        self.model.with_arrays(arrays).check()
+
+
+def take(probed: tuple[Tree, State | None], rows: Any) -> tuple[Tree, State | None]:
+    """Copy some rows of observations and recurrent states."""
+    obs, state = probed
+    chosen = map_tree(lambda array: array[rows], obs)
+    return chosen, None if state is None else {name: array[rows] for name, array in state.items()}
+
+
+def spread(count: int, size: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Choose `count` of `size` things in a row, or all if there are fewer: a random one from each stretch of them."""
+    if count >= size:
+        return np.arange(size)
+    # The rounding keeps them apart: no two stretches share a number if they are at least 1 long.
+    edges = np.arange(count + 1) * size // count
+    chosen: NDArray[np.int64] = edges[:-1] + (rng.random(count) * np.diff(edges)).astype(np.int64)
+    return chosen
+
+
+def pack(probes: Probes) -> dict[str, Any]:
+    """Return probes as plain data."""
+    return probes._asdict()
+
+
+def unpack(data: Any, form: Form, *, num_rows: int, at_most: int, states: Mapping[str, Array]) -> Probes:
+    """Read what a worker says of its probes.
+
+    Args:
+        data: What it sent, as plain data.
+        form: What the distributions must look like.
+        num_rows: Of what it made.
+        at_most: How many it was asked for.
+        states: The recurrent states that must come with them, of any number of rows.
+
+    Raises:
+        WireError: It is malformed, or holds what no distribution can.
+    """
+    try:
+        probes = Probes(**data)
+        rows = probes.rows
+        if not isinstance(rows, np.ndarray) or rows.dtype != np.uint32 or rows.ndim != 1 or len(rows) > at_most:
+            raise ValueError(f"not at most {at_most} rows")
+        if len(rows) == 0 or rows.max() >= num_rows or (rows[1:] <= rows[:-1]).any():
+            raise ValueError(f"not ascending rows below {num_rows}")
+        if not isinstance(probes.family, str) or not all(type(array) is np.ndarray for array in probes.arrays.values()):
+            raise TypeError("no arrays of a family")
+        expected = {name: ((len(rows), *array.shape[1:]), array.dtype.kind) for name, array in states.items()}
+        got = {name: (array.shape, array.dtype.kind) for name, array in probes.states.items()}
+        if got != expected:
+            raise ValueError(f"states {str(got)[:300]} instead of {expected}")
+        form.check(probes.family, probes.arrays, len(rows))
+    except (TypeError, ValueError, AttributeError, KeyError, PolicyError) as error:
+        raise WireError(f"What it says of its policy is malformed: {str(error)[:600]}") from error
+    return probes

@@ -1,0 +1,313 @@
+"""Labels of rollouts: which version made them, how old that is and how far from the newest, recomputed from outside."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from clusterenv import AdaptiveSync, BasePolicy, ClusterEnv, Decision, EveryUpdate, SyncBudget
+from clusterenv.head.worker import Version
+from clusterenv.policy import Categorical, Custom, Deterministic, QValues, SquashedGaussian, divergence
+from clusterenv.policy.distribution import Distribution
+from clusterenv.rollout import Rollout
+from tests.conftest import Backend
+from tests.policies import Linear
+from tests.test_stream import Gated
+
+Floats = NDArray[np.float32]
+
+
+class Alike(gym.Env[Floats, Any]):
+    """All its states are much alike, so that a few tell what two policies do in all of them."""
+
+    def __init__(self, length: int = 23, action_space: gym.Space[Any] | None = None) -> None:
+        self.observation_space = spaces.Box(-2, 2, (4,), np.float32)
+        self.action_space = spaces.Discrete(2) if action_space is None else action_space
+        self._length = length
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self._step = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self._step += 1
+        return self._observe(), 1.0, self._step == self._length, False, {}
+
+    def _observe(self) -> Floats:
+        found: Floats = (1 + 0.05 * self.np_random.normal(size=4)).astype(np.float32)
+        return found
+
+
+def recompute(weights: dict[int, Floats], version: int, newest: int) -> float:
+    """Return the divergence of two versions of a Linear policy where states are alike."""
+    obs = (1 + 0.05 * np.random.default_rng(0).normal(size=(4096, 4))).astype(np.float32)
+    return float(divergence(Categorical(obs @ weights[version]), Categorical(obs @ weights[newest])).mean())
+
+
+def learn(agent: Linear, size: float) -> None:
+    """Prefer one action more, or less: where states are alike, all parts of this step act in the same direction."""
+    agent.matrix[:, 0] += size if agent.matrix[:, 0].sum() < agent.matrix[:, 1].sum() + 2 else -size
+
+
+def assert_labelled(rollout: Rollout, weights: dict[int, Floats]) -> None:
+    newest = len(weights)
+    for column, version in enumerate(rollout.versions.tolist()):
+        assert rollout.ages[column] == newest - version
+        logits = rollout.obs[:, column] @ weights[version]
+        logprob = np.take_along_axis(
+            logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True)), rollout.actions[:, column, None], axis=-1
+        )[:, 0]
+        np.testing.assert_allclose(rollout.logprob[:, column], logprob, rtol=1e-4, atol=1e-5)
+        if version == newest:
+            assert rollout.divergences[column] == 0.0
+        else:
+            expected = recompute(weights, version, newest)
+            np.testing.assert_allclose(rollout.divergences[column], expected, rtol=0.15, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_flight", [1, 12])
+def test_in_streams_with_pulls_under_way_labels_are_those_of_the_version_that_made_the_rollout(
+    remote: Backend, in_flight: int
+) -> None:
+    agent = Linear()
+    weights = {1: agent.matrix.copy()}
+    ages, versions = set(), set()
+    with ClusterEnv(Alike, 4, **remote, sync=AdaptiveSync(0.02, plateau=None)) as envs:
+        envs.reset(seed=1)
+        with envs.stream(agent, 8, in_flight=in_flight, max_lag=1000) as stream:
+            for rollout in itertools.islice(stream, 60):
+                assert_labelled(rollout, weights)
+                ages |= set(rollout.ages.tolist())
+                versions |= set(rollout.versions.tolist())
+                learn(agent, 0.03)
+                weights[len(weights) + 1] = agent.matrix.copy()
+        assert envs.stats["pulls"] > 4
+    assert len(versions) > 3
+    assert max(ages) > 2
+
+
+def test_rollouts_of_all_environments_are_labelled_by_what_each_worker_held(backend: Backend) -> None:
+    agent = Linear()
+    weights = {1: agent.matrix.copy()}
+    with ClusterEnv(Alike, 4, **backend, sync=AdaptiveSync(0.02, plateau=None)) as envs:
+        envs.reset(seed=1)
+        for _ in range(25):
+            assert_labelled(envs.rollout(agent, 8), weights)
+            learn(agent, 0.03)
+            weights[len(weights) + 1] = agent.matrix.copy()
+        assert 2 < envs.stats["pulls_diverged"] < 25 * max(1, envs.num_workers)
+
+
+def test_an_unchanged_policy_is_never_found_to_have_diverged(remote: Backend) -> None:
+    agent = Linear()
+    with ClusterEnv("CartPole-v1", 4, **remote, sync=AdaptiveSync(1e-6, plateau=None, max_lag=10**6)) as envs:
+        envs.reset(seed=1)
+        with envs.stream(agent, 8, in_flight=12, max_lag=10**6) as stream:
+            for rollout in itertools.islice(stream, 60):
+                assert np.abs(rollout.divergences).max() < 1e-9
+                agent.critic += 1  # A new version that acts just the same.
+        assert envs.stats["pulls"] == 2
+        assert envs.stats["updates"] > 50
+
+
+def test_a_worker_that_has_not_said_how_it_acts_obeys_max_lag_all_the_same(remote: Backend, tmp_path: Path) -> None:
+    gate = str(tmp_path / "gate")
+    os.mkfifo(gate)
+    agent = Linear()
+    makers = [lambda: gym.make("CartPole-v1"), lambda: Gated(gym.make("CartPole-v1"), gate)]
+    rule = AdaptiveSync(1e6, plateau=None, max_lag=4)
+    with ClusterEnv(makers, **remote, sync=rule) as envs:
+        envs.reset(seed=1)
+        with envs.stream(agent, 8, max_lag=1000) as stream:
+            with open(gate, "wb"):  # From when the second worker has begun.
+                for rollout in itertools.islice(stream, 20):
+                    assert rollout.env_indices.tolist() == [0]
+                    agent.nudge(0.001)
+            found = (rollout for rollout in stream if 1 in rollout.env_indices)
+            first, second = itertools.islice(found, 2)
+    assert first.versions.tolist() == [1]
+    assert second.ages.max() <= 4 + 1
+
+
+class Recurrent(Linear):
+    """A policy that remembers the mean of what it saw."""
+
+    def act(self, obs: Any, state: Any = None, call: Any = None) -> Decision:
+        memory = 0.5 * state["memory"] + 0.5 * obs
+        return BasePolicy.act(self, obs, state)._replace(state={"memory": memory})
+
+    def distribution(self, obs: Any, state: Any = None) -> Categorical:
+        return Categorical(logits=(obs + state["memory"]) @ self.matrix)
+
+    def initial_state(self, num_envs: int) -> dict[str, Any]:
+        return {"memory": np.zeros((num_envs, 4), np.float32)}
+
+
+class Shaped(Linear):
+    """A policy of any family."""
+
+    def __init__(self, make: Callable[[Any], Distribution]) -> None:
+        super().__init__()
+        self._make = make
+
+    def distribution(self, obs: Any, state: Any = None) -> Any:
+        return self._make(obs @ self.matrix)
+
+    def act(self, obs: Any, state: Any = None, call: Any = None) -> Decision:
+        found = self.distribution(obs)
+        action = np.zeros(len(obs), np.int64) if isinstance(found, Custom) else found.sample(self.rng)[0]
+        return Decision(action, {})
+
+
+def squared(own: Any, newest: Any) -> Any:
+    return np.square(own["place"] - newest["place"]).sum(axis=1)
+
+
+BOX = spaces.Box(-1, 1, (2,), np.float32)
+POLICIES: dict[str, tuple[Callable[[], Linear], gym.Space[Any] | None]] = {
+    "recurrent": (Recurrent, None),
+    "q values": (lambda: Shaped(QValues), None),
+    "squashed": (lambda: Shaped(lambda out: SquashedGaussian(out, np.zeros(2, np.float32))), BOX),
+    "deterministic": (lambda: Shaped(lambda out: Deterministic(np.tanh(out))), BOX),
+    "custom": (lambda: Shaped(lambda out: Custom({"place": out, "unit": np.ones(3)}, squared)), None),
+}
+
+
+def streamed(envs: ClusterEnv, agent: Any) -> Callable[[], Rollout]:
+    """Return what takes the next rollout from a stream that begins with the first."""
+
+    def rollouts() -> Iterator[Rollout]:
+        yield from envs.stream(agent, 4)
+
+    return rollouts().__next__
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_kind_of_policy_is_compared_in_every_mode(name: str) -> None:
+    make, action_space = POLICIES[name]
+    agent = make()
+    with ClusterEnv(partial(Alike, 23, action_space), 4, num_workers=2, sync=AdaptiveSync(0.005, plateau=None)) as envs:
+        envs.reset(seed=1)
+        make_next: dict[str, Callable[[], object]] = {
+            "rollout": lambda: envs.rollout(agent, 4),
+            "step": lambda: envs.step(agent),
+            "stream": streamed(envs, agent),
+        }
+        for mode, make_one in make_next.items():
+            before = envs.stats
+            for _ in range(12):
+                make_one()
+                agent.matrix[...] = agent.source.normal(size=(4, 2))
+            stats = envs.stats
+            assert stats["checks"] - before["checks"] > 3, mode
+            assert stats["pulls_diverged"] > before.get("pulls_diverged", 0), mode
+            assert "pulls_unmeasured" not in stats
+            assert 0 < stats["divergence"] < np.inf
+
+
+def test_steps_are_judged_by_how_workers_acted_and_ask_only_until_enough_is_known(backend: Backend) -> None:
+    agent = Linear()
+    with ClusterEnv(Alike, 64, **backend, sync=AdaptiveSync(0.05, plateau=None)) as envs:
+        envs.reset(seed=1)
+        for _ in range(12):
+            envs.step(agent)
+        asked = envs.stats["bytes_checks"]
+        for _ in range(12):
+            envs.step(agent)
+        assert envs.stats["bytes_checks"] == asked > 0  # 512 rows are known.
+        agent.matrix[:, 0] += 5
+        *_, infos = envs.step(agent)
+        assert (infos["policy_version"] == 2).all()
+        assert envs.stats["checks"] == 1
+
+
+def test_a_rule_that_does_not_compare_asks_workers_for_nothing(backend: Backend) -> None:
+    agent = Linear()
+    with ClusterEnv(Alike, 4, **backend, sync=EveryUpdate()) as envs:
+        envs.rollout(agent, 8)
+        envs.step(agent)
+        agent.nudge()
+        assert np.isfinite(envs.rollout(agent, 8).divergences).all()
+        assert envs.stats["bytes_checks"] == envs.stats["checks"] == 0
+
+
+def test_pulls_saved_in_a_stream_are_those_that_every_update_would_have_made(remote: Backend) -> None:
+    saved = {}
+    for rule in (EveryUpdate(), AdaptiveSync(1e6, plateau=None, max_lag=10**6)):
+        agent = Linear()
+        with ClusterEnv(Alike, 4, **remote, sync=rule) as envs:
+            envs.reset(seed=1)
+            with envs.stream(agent, 8, max_lag=10**6) as stream:
+                for _ in itertools.islice(stream, 60):
+                    agent.nudge(0.001)
+            saved[type(rule)] = envs.stats["pulls_saved"], envs.stats["pulls"]
+    # Those of the last rollouts are on their way when it ends.
+    assert -16 <= saved[EveryUpdate][0] <= 2
+    assert saved[AdaptiveSync][1] == 2
+    assert saved[AdaptiveSync][0] <= 2 * 60
+
+
+def test_a_budget_is_spent_on_one_worker_after_the_other(remote: Backend) -> None:
+    agent = Linear()
+    with ClusterEnv(Alike, 4, **remote, sync=SyncBudget(pulls_per_update=1)) as envs:
+        envs.reset(seed=1)
+        ages = []
+        for _ in range(20):
+            ages.append(envs.rollout(agent, 8).ages[[0, 2]].tolist())
+            agent.matrix[:, 0] += 0.03  # Always on: the older a version, the farther it is.
+        assert ages[4:] == [[0, 1], [1, 0]] * 8 or ages[4:] == [[1, 0], [0, 1]] * 8
+        assert envs.stats["pulls_budget"] == 19
+        assert 0 < envs.stats["threshold"] < 1
+
+
+class Watched(Linear):
+    """Notes in a file on how many states it was asked for its distributions, where it is the learner's own."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+        self._learner = os.getpid()
+
+    def distribution(self, obs: Any, state: Any = None) -> Categorical:
+        if os.getpid() == self._learner:
+            with open(self._path, "a") as file:
+                file.write(f"{len(obs)}\n")
+        return super().distribution(obs, state)
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_the_newest_policy_is_evaluated_once_for_all_holders_of_a_version(num_workers: int, tmp_path: Path) -> None:
+    path = tmp_path / "evaluations"
+    agent = Watched(str(path))
+    with ClusterEnv(Alike, 16, num_workers=num_workers, sync=AdaptiveSync(1e6, plateau=None)) as envs:
+        envs.reset(seed=1)
+        for _ in range(3):  # Of 1,024 states each: the pool is full.
+            envs.rollout(agent, 64)
+        path.write_text("")
+        for _ in range(5):
+            learn(agent, 0.01)
+            envs.rollout(agent, 64)
+    assert path.read_text().split() == ["512"] * 5
+
+
+def test_versions_that_nobody_holds_any_more_are_forgotten() -> None:
+    agent = Linear()
+    with ClusterEnv(Alike, 4, num_workers=0, sync=AdaptiveSync(1e-9, plateau=None)) as envs:
+        envs.reset(seed=1)
+        for _ in range(30):
+            envs.step(agent)
+            learn(agent, 0.1)
+        assert envs.stats["pulls"] > 20
+        assert sum(isinstance(each, Version) and each.number > 1 for each in gc.get_objects()) < 4
