@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -196,7 +196,7 @@ class Inline:
 
     def play(
         self, plan: EvaluationPlan, episodes: Sequence[Episode], dealer: Dealer, num_envs: int
-    ) -> Iterator[list[Finished]]:
+    ) -> Generator[list[Finished], None, None]:
         """Play the dealer's episodes; see `head.evaluating`."""
         # The policy is copied, as for a worker; the factory need not be one that can be sent.
         begun: EvaluationPlan | None = replace(plan, policy=unpickle(pickle_policy(plan.policy)))

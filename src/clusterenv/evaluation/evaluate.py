@@ -7,7 +7,7 @@ import copy
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,7 +43,7 @@ class PlayingBackend(Protocol):
 
     def play(
         self, plan: EvaluationPlan, episodes: Sequence[Episode], dealer: Dealer, num_envs: int
-    ) -> Iterator[list[Finished]]:
+    ) -> Generator[list[Finished], None, None]:
         """Play until every episode is over; yields those that are, as they are."""
 
 
@@ -127,21 +127,13 @@ def evaluate(backend: PlayingBackend, scene: Scene, policy: Policy, agent: objec
             journal = stack.enter_context(Journal(Path(wish.resume), settings, episodes, digests))
         finished = {} if journal is None else dict(journal.finished)
         num_found = len(finished)
-        left = [episode.index for episode in episodes if episode.index not in finished]
-        dealer = Dealer(left, max(1, min(num_envs, scene.num_workers)))
-        progress = stack.enter_context(Progress(len(episodes)))
-        total = sum(each.total for each in finished.values())
-        playing = backend.play(plan, episodes, dealer, min(num_envs, len(left))) if left else iter(())
-        stack.callback(getattr(playing, "close", lambda: None))
-        for group in playing:
-            for each in group:
-                if each.was_cut and max_steps is None:
-                    raise _endless(episodes[each.index])
-                if journal is not None:
-                    journal.append(each)
-                finished[each.index] = each
-                total += each.total
-            progress.show(len(finished), total / max(1, len(finished)))
+        playing = _play(backend, plan, episodes, finished, num_envs, scene.num_workers)
+        for each in stack.enter_context(contextlib.closing(playing)):
+            if each.was_cut and max_steps is None:
+                raise _endless(episodes[each.index])
+            if journal is not None:
+                journal.append(each)
+            finished[each.index] = each
     manifest = {
         **describe_here(),
         **settings,
@@ -155,6 +147,30 @@ def evaluate(backend: PlayingBackend, scene: Scene, policy: Policy, agent: objec
         "resumed_episodes": num_found,
     }
     return _tabulate([finished[episode.index] for episode in episodes], episodes, manifest)
+
+
+def _play(
+    backend: PlayingBackend,
+    plan: EvaluationPlan,
+    episodes: Sequence[Episode],
+    finished: Mapping[int, Finished],
+    num_envs: int,
+    num_workers: int,
+) -> Generator[Finished, None, None]:
+    """Play what is not finished, and show how far that is; yields each episode when it is over."""
+    left = [episode.index for episode in episodes if episode.index not in finished]
+    if not left:
+        return
+    num_envs = min(num_envs, len(left))
+    playing = backend.play(plan, episodes, Dealer(left, max(1, min(num_envs, num_workers))), num_envs)
+    total = sum(each.total for each in finished.values())
+    with contextlib.closing(playing), Progress(len(episodes)) as progress:
+        for group in playing:
+            for each in group:
+                total += each.total
+                yield each
+            if finished:
+                progress.show(len(finished), total / len(finished))
 
 
 def read_episodes(episodes: int | None, seed: Any, options: Any) -> tuple[list[Episode], list[str]]:

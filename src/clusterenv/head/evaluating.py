@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -48,7 +48,7 @@ class Evaluating(Acting):
 
     def play(
         self, plan: EvaluationPlan, episodes: Sequence[Episode], dealer: Dealer, num_envs: int
-    ) -> Iterator[list[Finished]]:
+    ) -> Generator[list[Finished], None, None]:
         """Let the workers play until every episode is over; yields those that are, as they are.
 
         Each worker has one request at a time, and answers it after a moment with what is over by then. If it is lost,
