@@ -21,7 +21,7 @@ def test_import_loads_no_framework() -> None:
     assert not set(loaded) & {"torch", "jax", "ray", "kubernetes", "matplotlib", "envpool", "stable_baselines3"}
 
 
-def test_import_costs_less_than_60_ms_more_than_gymnasium_does(tmp_path: Path) -> None:
+def test_import_costs_less_than_80_ms_more_than_gymnasium_does(tmp_path: Path) -> None:
     code = """
 import time
 start = time.process_time()
@@ -35,7 +35,7 @@ print(middle - start, time.process_time() - middle)
     # The least of several: what others do on this machine only ever adds. Where all is slow, Gymnasium's own
     # import, 150 ms on the machine of the benchmarks, tells by how much.
     gymnasium_s, ours_s = (min(column) for column in zip(*costs, strict=True))
-    assert ours_s < 0.060 * max(1.0, gymnasium_s / 0.150), costs
+    assert ours_s < 0.080 * max(1.0, gymnasium_s / 0.150), costs
 
 
 def test_every_public_name_can_be_had() -> None:
