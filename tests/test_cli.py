@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import clusterenv
-from clusterenv.cli import LAUNCHERS, Recipe, add_options, main, make_launcher
+from clusterenv.cli import main
+from clusterenv.cli.options import LAUNCHERS, Recipe, add_options, make_launcher
 from clusterenv.errors import ConfigError
 
 
