@@ -181,6 +181,15 @@ def test_who_is_no_head_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not the head of a ClusterEnv with workers on this machine" in said
 
 
+def test_who_has_started_several_scripts_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with training() as one, training() as other:
+        assert main(["chaos", "--pid", str(os.getpid()), "--faults", "1", "--every", "0.1"]) == 2
+        said = capsys.readouterr().err
+        assert "2 scripts with workers descend from process" in said
+        assert f"{one.pid} (" in said
+        assert f"{other.pid} (" in said
+
+
 def test_a_process_of_another_user_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.ExitStack() as stack:
         pid = 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -311,3 +313,45 @@ def test_versions_that_nobody_holds_any_more_are_forgotten() -> None:
             learn(agent, 0.1)
         assert envs.stats["pulls"] > 20
         assert sum(isinstance(each, Version) and each.number > 1 for each in gc.get_objects()) < 4
+
+
+def test_a_worker_that_is_lost_when_it_has_answered_leaves_its_label(remote: Backend, tmp_path: Path) -> None:
+    class Fatal(Alike):
+        """The first one's resets are noted in a file; the last one once ends the first's worker, and awaits another."""
+
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self._index = index
+
+        def reset(self, **options: Any) -> Any:
+            if self._index == 0:
+                (tmp_path / f"{os.getpid()}").touch()
+            return super().reset(**options)
+
+        def step(self, action: Any) -> Any:
+            doomed = tmp_path / "doomed"
+            if self._index == 1 and doomed.exists():
+                pid = int(doomed.read_text())
+                doomed.unlink()
+                wait_for(lambda: (tmp_path / "done").exists())
+                os.kill(pid, signal.SIGKILL)
+                wait_for(lambda: any(path.name not in ("done", str(pid)) for path in tmp_path.iterdir()))
+            elif self._index == 0 and self._step == 8:
+                (tmp_path / "done").touch()
+            return super().step(action)
+
+    def wait_for(holds: Callable[[], bool]) -> None:
+        while not holds():
+            time.sleep(0.01)
+
+    agent = Linear()
+    never = AdaptiveSync(1e9, max_lag=10**6, plateau=None)
+    with ClusterEnv([partial(Fatal, 0), partial(Fatal, 1)], sync=never, **remote) as envs:
+        envs.reset(seed=1)
+        assert set(envs.rollout(agent, 8).versions) == {1}
+        learn(agent, 0.01)
+        (tmp_path / "doomed").write_text(str(envs.worker_pids[0]))
+        rollout = envs.rollout(agent, 8)
+        assert rollout.versions.tolist() == [1, 1]
+        assert envs.rollout(agent, 8).versions.tolist() == [2, 1]
+        assert [loss.worker_index for loss in envs.losses] == [0]

@@ -251,9 +251,11 @@ class Versions:
                 self._add(given[-1], leaves, read.states, read)
 
     def note_adopted(self, worker: Worker, version: int) -> None:
-        """Note that a new worker has taken over, with the weights of this version."""
+        """Note that a new worker has taken over, with the weights of this version.
+
+        What its predecessor was given stays: that may have answered before it was lost, and others not yet.
+        """
         self._give(worker, version)
-        worker.policy.given = deque([worker.policy.given[-1]])
         worker.policy.counted = self.newest
         self._count_needed(1)
         self._note_pull(Reason.FIRST)

@@ -90,8 +90,8 @@ class HeldPolicy:
     """What a worker was given of the policy.
 
     Attributes:
-        given: The versions with which it may make what it makes next: the last is the one that it holds, and those
-            before were on their way to it when it answered last.
+        given: The versions with which it may have made what it answers next: the last is the one that it holds; those
+            before were on their way to it when it answered last, or were its predecessor's.
         counted: The newest version up to which it was counted how often it would have pulled every one.
     """
 

@@ -108,8 +108,7 @@ def harass_process(pid: int, plan: Plan) -> Generator[str, None, bool]:
     Raises:
         ConfigError: The process is not there, somebody else's, or nobody's head.
     """
-    check_script(pid)
-    campaign = Campaign(pid, plan)
+    campaign = Campaign(find_head(pid), plan)
     yield from campaign.run()
     faults = campaign.describe()
     if campaign.has_ended:
@@ -168,11 +167,11 @@ def _end(script: subprocess.Popen[bytes], *, has_heard: bool) -> None:
             return
 
 
-def check_script(pid: int) -> None:
-    """See that a process may be harassed.
+def find_head(pid: int) -> int:
+    """See that a process may be harassed; returns the head that it is, or that it has started.
 
     Raises:
-        ConfigError: It is not there, or somebody else's, or nobody's head.
+        ConfigError: It is not there, or somebody else's, or nobody's head, or has started more than one.
     """
     _demand_linux()
     info = look_at(pid)
@@ -181,13 +180,20 @@ def check_script(pid: int) -> None:
     owner = os.stat(f"/proc/{pid}").st_uid
     if owner != os.geteuid():
         raise ConfigError(f"Process {pid} belongs to another user ({owner}, and you are {os.geteuid()}): left alone.")
-    if not find_workers(pid):
+    heads = sorted({target.head_pid for target in find_workers(pid)})
+    if not heads:
         raise ConfigError(
             f"Process {pid} ({' '.join(command_of(pid)) or info.name}) is not the head of a ClusterEnv with workers on "
             "this machine: none of the processes that descend from it is a worker. Give the id of the training "
             "script's process, once its ClusterEnv is made. Workers on other machines are out of reach: try the same "
             "script with workers on this one."
         )
+    if pid in heads:
+        return pid
+    if len(heads) > 1:  # Of a shell, or of process 1, that is everybody's.
+        listed = "; ".join(f"{head} ({' '.join(command_of(head))[:80]})" for head in heads[:10])
+        raise ConfigError(f"{len(heads)} scripts with workers descend from process {pid}: give the id of one. {listed}.")
+    return heads[0]
 
 
 def _demand_linux() -> None:
