@@ -192,7 +192,7 @@ def find_head(pid: int) -> int:
         return pid
     if len(heads) > 1:  # Of a shell, or of process 1, that is everybody's.
         listed = "; ".join(f"{head} ({' '.join(command_of(head))[:80]})" for head in heads[:10])
-        raise ConfigError(f"{len(heads)} scripts with workers descend from process {pid}: give the id of one. {listed}.")
+        raise ConfigError(f"{len(heads)} scripts with workers descend from process {pid}: give one's id. {listed}.")
     return heads[0]
 
 
