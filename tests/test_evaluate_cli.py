@@ -28,6 +28,9 @@ def lean(obs):
 def make(sign=1.0):
     return lean
 
+def broken():
+    raise ValueError("no checkpoint")
+
 class Dice(BasePolicy):
     def distribution(self, obs, state=None):
         return Categorical(logits=np.stack([-obs[:, 2] - obs[:, 3], obs[:, 2] + obs[:, 3]], axis=1))
@@ -82,6 +85,8 @@ def test_workers_import_the_policys_module_too_and_a_file_is_resumed(module: str
     [
         (["--policy", "lean_policies"], "--policy must be MODULE:NAME"),
         (["--policy", "no_such_module:f"], "there is no module 'no_such_module'"),
+        (["--policy", "lean_policies.py:lean"], "named without .py"),
+        (["--policy", "lean_policies:broken"], "raised ValueError: no checkpoint (line 12 of "),
         (["--policy", "lean_policies:nothing"], "has no nothing"),
         (["--policy", "lean_policies:lean", "--env", "NoSuch-v0"], "NoSuch"),
         (["--policy", "lean_policies:lean", "--seed", "-1"], "Seeds must be from 0"),

@@ -12,6 +12,7 @@ from torch import nn
 
 from clusterenv import ClusterEnv
 from clusterenv.adapters.torch import Normaliser, RewardScaler
+from clusterenv.errors import ConfigError
 from tests.zoo import DISCRETE, VECTOR, AnySpace, Base
 
 
@@ -41,6 +42,25 @@ def test_a_saved_normaliser_goes_on_where_it_was() -> None:
     for each in (one, two):
         each.update(np.ones((3, 2)))
     assert torch.equal(one(torch.ones(1, 2)), two(torch.ones(1, 2)))
+
+
+@pytest.mark.parametrize(
+    "rows", [np.full((2, 3), np.nan), np.full((2, 3), np.inf), np.zeros((6, 2)), np.zeros(2)], ids=str
+)
+def test_what_would_spoil_the_statistics_is_refused(rows: Any) -> None:
+    normalise = Normaliser(3)
+    with pytest.raises(ConfigError, match=r"Normaliser\.update"):
+        normalise.update(rows)
+    assert torch.equal(normalise.mean, torch.zeros(3, dtype=torch.float64))
+
+
+def test_rewards_of_other_environments_are_refused_and_tensors_taken() -> None:
+    scale = RewardScaler(2, gamma=0.9)
+    assert scale(torch.ones(3, 2), torch.zeros(3, 2)).shape == (3, 2)
+    with pytest.raises(ConfigError, match="2 environments"):
+        scale(np.ones((3, 4)), np.zeros((3, 4), np.bool_))
+    with pytest.raises(ConfigError, match="gamma"):
+        RewardScaler(2, gamma=2)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

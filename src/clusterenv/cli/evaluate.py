@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,29 @@ def find_policy(name: str) -> Any:
             if not hasattr(found, part):
                 raise ConfigError(f"--policy {name}: the module {module_name} has no {attribute}.")
             found = getattr(found, part)
-        return found() if _makes_an_agent(found) else found
+        return _make_agent(found, name) if _makes_an_agent(found) else found
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # The module is there: what it imports is not.
-        raise ConfigError(f"--policy {name}: there is no module {error.name!r} here, or where Python looks.") from error
+        hint = (
+            " A module is named without .py."
+            if error.name.endswith(".py") or name.startswith(f"{error.name}.py")
+            else ""
+        )
+        raise ConfigError(
+            f"--policy {name}: there is no module {error.name!r} here, or where Python looks.{hint}"
+        ) from error
     finally:
         sys.path.remove(here)
+
+
+def _make_agent(make: Any, name: str) -> Any:
+    try:
+        return make()
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"line {last.lineno} of {last.filename}"
+        raise ConfigError(f"--policy {name} raised {type(error).__name__}: {error} ({where}).") from error
 
 
 def _makes_an_agent(found: object) -> bool:

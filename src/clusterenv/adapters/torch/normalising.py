@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from clusterenv.errors import ConfigError
+
 
 class Normaliser(nn.Module):
     """Brings what it is given to a mean of 0 and a deviation of 1, by all that it was ever updated with.
@@ -47,10 +49,20 @@ class Normaliser(nn.Module):
 
     @torch.no_grad()
     def update(self, rows: torch.Tensor | NDArray[Any]) -> None:
-        """Take in more observations `[..., *shape]`."""
-        given = torch.as_tensor(rows, dtype=torch.float64, device=self.mean.device).reshape(-1, *self.mean.shape)
+        """Take in more observations `[..., *shape]`.
+
+        Raises:
+            ConfigError: They have another shape, or hold what no statistics survive: NaN or infinity.
+        """
+        given = torch.as_tensor(rows, dtype=torch.float64, device=self.mean.device)
+        shape = tuple(self.mean.shape)
+        if tuple(given.shape[given.ndim - len(shape) :]) != shape:
+            raise ConfigError(f"Normaliser.update takes rows of shape {shape}, got an array of {tuple(given.shape)}.")
+        given = given.reshape(-1, *shape)
         if len(given) == 0:
             return
+        if not given.isfinite().all():
+            raise ConfigError("Normaliser.update was given NaN or infinity, which its statistics would keep for good.")
         share = len(given) / (self.count + len(given))
         delta = given.mean(0) - self.mean
         self.var += share * (given.var(0, correction=0) - self.var) + share * (1.0 - share) * delta.square()
@@ -69,17 +81,28 @@ class RewardScaler:
     """
 
     def __init__(self, num_envs: int, gamma: float = 0.99) -> None:
+        if not 0 <= gamma <= 1:
+            raise ConfigError(f"RewardScaler.gamma must be from 0 to 1, got {gamma}.")
         self._gamma = gamma
         self._sums = np.zeros(num_envs)
         self._moments = Normaliser(1)
 
-    def __call__(self, rewards: NDArray[np.floating[Any]], ends: NDArray[np.bool_]) -> NDArray[np.float32]:
+    def __call__(self, rewards: Any, ends: Any) -> NDArray[np.float32]:
         """Return the rewards of a rollout, scaled by all rewards so far.
 
         Args:
             rewards: `[T, N]`, in the order in which they came.
             ends: Whether each ended an episode.
+
+        Raises:
+            ConfigError: They are of other environments, or not of the same steps.
         """
+        rewards, ends = np.asarray(rewards), np.asarray(ends, np.bool_)
+        if rewards.ndim != 2 or rewards.shape != ends.shape or rewards.shape[1] != len(self._sums):
+            raise ConfigError(
+                f"RewardScaler takes rewards and ends of [steps, {len(self._sums)} environments], got "
+                f"{rewards.shape} and {ends.shape}."
+            )
         sums = np.zeros(rewards.shape)
         for t in range(len(rewards)):
             sums[t] = self._gamma * self._sums + rewards[t]
