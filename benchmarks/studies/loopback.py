@@ -64,7 +64,9 @@ def run_once(make_agent: Callable[[], Agent], task: str, num_workers: int, rule:
     torch.manual_seed(0)
     agent = make_agent()
     factories = [partial(make_env, task) for _ in range(ENVS_PER_WORKER * num_workers)]
-    with ClusterEnv(factories, num_workers=num_workers, network=Network(transport="zmq"), sync=rule) as envs:
+    with ClusterEnv(
+        factories, num_workers=num_workers, network=Network(transport="zmq", listen="127.0.0.1"), sync=rule
+    ) as envs:
         envs.reset(seed=0)
         envs.rollout(agent, NUM_STEPS)
         first, before = envs.stats, read_loopback()
