@@ -503,6 +503,26 @@ def test_pieces_of_several_runs_are_merged_into_one_dataset(tmp_path: Path) -> N
     assert [seed for seed in seeds if seed is not None] == [1, 2]
 
 
+def test_relative_paths_are_those_of_the_directory_in_which_they_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with ClusterEnv("CartPole-v1", num_workers=0) as envs:
+        envs.reset(seed=0)
+        with Recorder(envs, "sets/closed-v0") as recorder:
+            recorder.add(envs.rollout(Linear(), 5))
+            os.chdir("elsewhere")
+        assert recorder.path == tmp_path / "sets" / "closed-v0"
+        os.chdir(tmp_path)
+        envs.reset(seed=0)
+        Recorder(envs, "sets/left-v0").add(envs.rollout(Linear(), 5))
+    os.chdir("elsewhere")
+    assert main(["merge", "../sets/left-v0", "--out", "merged-v0"]) == 0
+    assert load(tmp_path / "sets" / "closed-v0").total_steps == 5
+    assert load(tmp_path / "elsewhere" / "merged-v0").total_steps == 5
+
+
 @contextmanager
 def files_of_at_most(size_bytes: int) -> Iterator[None]:
     """Let the disk take no more of any file."""

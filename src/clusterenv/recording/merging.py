@@ -67,10 +67,11 @@ def merge(pieces: Sequence[Path], out: Path) -> Recording:
         RecordingError: A piece cannot be read, or the dataset not written. Then there is none.
     """
     check_installed()
+    out = out.expanduser().resolve()  # Minari joins a relative path to itself.
     dataset_id = check_path(out)
     if (out / "data").exists():
         raise ConfigError(f"There is a dataset at {out} already. Choose another name, or delete it.")
-    found = _find(pieces)
+    found = _find([path.expanduser().resolve() for path in pieces])
     _check_alike([Piece(path) for path in found])
     partial = out / "data.partial"
     try:

@@ -65,7 +65,7 @@ class Recorder:
         check_installed()
         if not isinstance(envs, ClusterEnv):
             raise ConfigError(f"Recorder takes the ClusterEnv whose rollouts it will be given, got {type(envs)}.")
-        self.path = Path(path).expanduser()
+        self.path = Path(path).expanduser().resolve()  # The run may change its directory.
         check_path(self.path)
         run = uuid.uuid4().hex
         about = {
