@@ -286,6 +286,42 @@ def test_an_episode_whose_environment_raised_is_truncated_and_says_so(tmp_path: 
     assert all("error" not in about for _, about in others)
 
 
+def test_a_rollout_that_failed_costs_the_episode_that_it_was_in_and_none_after_it(tmp_path: Path) -> None:
+    class Clock(gym.Env[Any, Any]):
+        observation_space = spaces.Box(0, 1000, (1,), np.int64)
+        action_space = spaces.Discrete(2)
+        now = 0
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            self.left = 5
+            return np.array([self.now]), {}
+
+        def step(self, action: Any) -> Any:
+            self.now += 1
+            self.left -= 1
+            if self.now == 9:
+                raise RuntimeError("only once")
+            return np.array([self.now]), 1.0, self.left == 0, False, {}
+
+    path = tmp_path / "failed-v0"
+    with ClusterEnv(Clock, num_workers=0, autoreset_mode="SameStep") as envs, Recorder(envs, path) as recorder:
+        envs.reset(seed=0)
+        recorder.add(envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 7))
+        with pytest.raises(RuntimeError, match="only once"):
+            envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 7)
+        recorder.add(envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 12))
+        recording = recorder.close()
+    recorded = [(each.observations[:, 0].tolist(), about.get("cut")) for each, about in by_environment(path, 1)[0]]
+    assert recorded == [
+        (steps(0, 5), None),
+        (steps(5, 7), "interrupted"),
+        (steps(10, 15), None),
+        (steps(15, 20), None),
+        (steps(20, 21), "recording ended"),
+    ]
+    assert recording.num_left_out == 1
+
+
 def rollouts_of_one(path: Path, order: Sequence[int | str]) -> list[tuple[list[int], str | None]]:
     """Record some of five rollouts of 4 steps, in this order; "reset" resets before the next.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -102,6 +103,11 @@ class _Open:
     is_whole: bool = True
     parts: list[Part] = field(default_factory=list)
 
+    @property
+    def place(self) -> tuple[int, float]:
+        """How far the process has come; once steps were missed, the rest of an episode is not counted."""
+        return self.number, self.length if self.length >= 0 else math.inf
+
 
 class EpisodeFinder:
     """Goes through the records of one run, in their order.
@@ -129,10 +135,10 @@ class EpisodeFinder:
         start = _position(record, column)
         current = self._open.get(env_index)
         if current is not None and current.life == start.life:
-            if (start.number, start.length) < (current.number, current.length):
+            if start.place < current.place:
                 self.num_left_out += int(np.count_nonzero(valid))  # It was added twice.
                 return
-            if (start.number, start.length) == (current.number, current.length):
+            if start.place == current.place:
                 start = current
         if current is not None and start is not current:
             yield from _cut(env_index, current, "interrupted" if start.life == current.life else "worker lost")
