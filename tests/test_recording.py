@@ -241,6 +241,57 @@ def test_a_stream_gives_each_environments_episodes_without_a_gap(tmp_path: Path,
             assert_is(episode, metadata, plain)
 
 
+class Uneven(gym.Env[Any, Any]):
+    """Has episodes of 3 steps, of which the last raises, and then of 2; observes their number.
+
+    Args:
+        gate: The named pipe at which the first step waits for a writer; "" for none.
+    """
+
+    observation_space = spaces.Box(0, 1000, (1,), np.int64)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, gate: str) -> None:
+        self._gate = gate
+        self._number = -1
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._number += 1
+        self._num_steps = 0
+        return np.array([self._number]), {}
+
+    def step(self, action: Any) -> Any:
+        if self._gate:
+            Path(self._gate).open("rb").close()
+            self._gate = ""
+        self._num_steps += 1
+        if self._number == 0 and self._num_steps == 3:
+            raise RuntimeError("in the first episode")
+        return np.array([self._number]), 1.0, self._number > 0 and self._num_steps == 2, False, {}
+
+
+def test_two_rollouts_of_one_worker_side_by_side_are_recorded_one_after_the_other(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    factories = [lambda: Uneven(""), lambda: Uneven(str(gate))]
+    faults = Faults(on_env_error="reset")
+    with (
+        ClusterEnv(factories, num_workers=2, faults=faults) as envs,
+        Recorder(envs, tmp_path / "twice-v0") as recorder,
+    ):
+        envs.reset(seed=0)
+        with envs.stream(lambda obs: np.zeros(len(obs), np.int64), 4, min_envs=2) as stream:
+            rollout = next(stream)
+            recorder.add(rollout)
+            gate.open("wb").close()
+    assert rollout.env_indices.tolist() == [0, 0]
+    recorded = by_environment(tmp_path / "twice-v0", 2)[0]
+    assert [episode.observations[0, 0] for episode, _ in recorded] == [0, 1, 2]
+    assert [len(episode) for episode, _ in recorded] == [3, 2, 1]
+    assert ["error" in about for _, about in recorded] == [True, False, False]
+
+
 def test_an_episode_that_was_lost_with_its_worker_is_truncated_where_it_was_cut(
     tmp_path: Path, remote: Backend
 ) -> None:

@@ -362,6 +362,7 @@ def _episodes(summaries: Sequence[Mapping[str, Any]], shards: Shards, env_indice
         env_indices[rows[order]],
         steps[order],
         [infos[index] for index in order],
+        rows[order],
     )
 
 

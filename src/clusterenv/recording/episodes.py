@@ -47,10 +47,12 @@ class Episode:
         return sum(part.stop - part.first for part in self.parts)
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """When it ended: by the number of the rollout, the step, and the environment."""
+    def order(self) -> tuple[int, int, int, int]:
+        """When it ended: by the number of the rollout, the environment's columns in it, the step, the environment."""
         last = self.parts[-1]
-        return int(last.record.notes["number"]), last.stop, self.env_index
+        notes = last.record.notes
+        num_before = int(np.count_nonzero(notes["env_indices"][: last.column] == self.env_index))
+        return int(notes["number"]), num_before, last.stop, self.env_index
 
     @property
     def extras(self) -> list[str]:

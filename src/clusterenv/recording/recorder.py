@@ -166,8 +166,7 @@ class Recorder:
         if rollout.autoreset_mode is not AutoresetMode.SAME_STEP:  # Else they are the observations that follow.
             none = np.zeros(0, np.int64)
             finals = Finals(map_tree(lambda part: part[none], finals.obs), none, none)
-        ends = zip(rollout.episodes.steps.tolist(), rollout.episodes.env_indices.tolist(), strict=True)
-        columns = {env_index: column for column, env_index in enumerate(rollout.env_indices.tolist())}
+        ends = zip(rollout.episodes.steps.tolist(), rollout.episodes.columns.tolist(), strict=True)
         notes = {
             "number": self._num_added,
             "env_indices": rollout.env_indices,
@@ -179,8 +178,8 @@ class Recorder:
             "ages": rollout.ages,
             "divergences": rollout.divergences,
             "errors": {
-                f"{step} {columns[env_index]}": str(info["env_error"])
-                for (step, env_index), info in zip(ends, rollout.episodes.infos, strict=True)
+                f"{step} {column}": str(info["env_error"])
+                for (step, column), info in zip(ends, rollout.episodes.infos, strict=True)
                 if "env_error" in info
             },
             "final_steps": finals.steps,
