@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -60,6 +61,7 @@ PROBES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "infinity": lambda said: {**said, "arrays": {"logits": np.full_like(said["arrays"]["logits"], np.inf)}},
     "states": lambda said: {**said, "states": {"hidden": np.zeros((1, 8))}},
 }
+DURATIONS = {"NaN": math.nan, "infinite": math.inf, "negative": -1.0}
 VERSIONS = {"a version to come": 2**52, "the version after the newest": None}
 
 
@@ -107,6 +109,14 @@ for _name, _version in VERSIONS.items():
         Channel.send(channel, msgspec.structs.replace(reply, version=said), arrays)
 
     trick(_name, Collected)(_play)
+
+
+for _name, _busy_s in DURATIONS.items():
+
+    def _last(channel: HostileChannel, reply: Any, arrays: Any, busy_s: float = _busy_s) -> None:
+        Channel.send(channel, msgspec.structs.replace(reply, busy_s=busy_s), arrays)
+
+    trick(f"duration: {_name}", Collected)(_last)
 
 
 for _name, _lie in PROBES.items():

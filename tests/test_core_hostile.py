@@ -139,6 +139,19 @@ def test_a_version_that_nobody_has_published_labels_no_rollout(transport: str, n
         assert names_second(refusal)
 
 
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_rollout_that_took_no_time_that_can_be_is_refused_by_name(transport: str) -> None:
+    tricks = [f"duration: {name}" for name in hostile_answers.DURATIONS]
+    with start(tricks, transport) as envs:
+        envs.reset(seed=1)
+        for name in tricks:
+            with pytest.raises(WireError, match="duration") as refused:
+                envs.rollout(Linear(), 8)
+            assert names_second(str(refused.value)), name
+        assert 0 <= envs.rollout(Linear(), 8).stats["worker_idle_share"] <= 1
+        assert np.isfinite(envs.stats["worker_idle_share"])
+
+
 def test_what_a_worker_makes_up_about_its_policy_is_refused_by_name_and_harms_no_other() -> None:
     tricks = [f"probes: {name}" for name in [*hostile_answers.PROBES, "bytes that say nothing"]]
     agent = Linear()

@@ -328,10 +328,11 @@ def _check_positions(part: Mapping[str, Any], num_rows: int) -> None:
 def _check_episodes(part: Mapping[str, Any], num_rows: int, num_steps: int) -> None:
     """Check that a shard speaks of its own environments, and says as much of each episode."""
     count = len(_indices(part["row"], num_rows))
-    for values in (_indices(part["step"], num_steps), part["return"], part["length"]):
-        if values.shape != (count,) or values.dtype.kind not in "if":
+    for values, kinds in ((_indices(part["step"], num_steps), "i"), (part["return"], "if"), (part["length"], "i")):
+        if values.shape != (count,) or values.dtype.kind not in kinds:
             raise ValueError(f"{count} episodes, but {values.dtype}{values.shape}")
-    if not isinstance(part["info"], list) or len(part["info"]) != count:
+    infos = part["info"]
+    if not isinstance(infos, list) or len(infos) != count or not all(isinstance(info, dict) for info in infos):
         raise ValueError(f"not a list of {count} infos")
 
 
