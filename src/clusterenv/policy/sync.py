@@ -113,7 +113,7 @@ class AdaptiveSync:
     def __post_init__(self) -> None:
         if not isinstance(self.threshold, Real) or not 0 < self.threshold < math.inf:
             raise ConfigError(f"AdaptiveSync.threshold must be a positive number of nats, got {self.threshold!r}.")
-        if not isinstance(self.max_lag, Real) or self.max_lag < 1:
+        if not isinstance(self.max_lag, Real) or not self.max_lag >= 1:  # NaN is not.
             raise ConfigError(f"AdaptiveSync.max_lag must be at least 1 version, got {self.max_lag!r}.")
         if self.plateau is not None and not 0 <= self.plateau < 1:
             raise ConfigError(
@@ -266,7 +266,7 @@ class PeriodicSync:
     compares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, Real) or self.k < 1:
+        if not isinstance(self.k, Real) or not self.k >= 1:  # NaN is not.
             raise ConfigError(f"PeriodicSync.k must be at least 1 version, got {self.k!r}.")
 
     @property
