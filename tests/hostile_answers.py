@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clusterenv.wire import values
-from clusterenv.wire.messages import Collected, Evaluated
+from clusterenv.wire.messages import Collected, Evaluated, Stepped
 from clusterenv.worker import __main__, loop
 from clusterenv.worker.channel import Channel
 from tests import hostile
@@ -133,6 +133,7 @@ def _garble(channel: HostileChannel, reply: Any, arrays: list[NDArray[Any]]) -> 
     Channel.send(channel, msgspec.structs.replace(reply, probes=b"\xc1\xff"), arrays)
 
 
+@trick("probes that nobody asked for in a step", Stepped)
 @trick("probes that nobody asked for", Collected)
 def _volunteer(channel: HostileChannel, reply: Any, arrays: list[NDArray[Any]]) -> None:
     Channel.send(channel, msgspec.structs.replace(reply, probes=values.dumps({})), arrays)

@@ -176,6 +176,17 @@ def test_a_worker_that_says_unasked_how_it_acts_is_refused(transport: str) -> No
         assert envs.rollout(Linear(), 8).num_envs == NUM_ENVS
 
 
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_worker_that_says_unasked_how_it_acted_in_a_step_is_refused(transport: str) -> None:
+    agent = Linear()
+    with start(["probes that nobody asked for in a step"], transport) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(WireError, match="not asked for") as refused:
+            envs.step(agent)
+        assert names_second(str(refused.value))
+        assert envs.step(agent)[1].tolist() == [1.0] * NUM_ENVS
+
+
 class Complaining(Counted):
     """Has infos of its own by names that a head might take for its own."""
 

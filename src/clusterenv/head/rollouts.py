@@ -144,6 +144,7 @@ class Rollouts:
             worker = self._backend.workers[index]
             with naming(worker):
                 self.versions.take_step(worker, data)
+        self.versions.end_step()
 
     def note_errors(self, errors: Sequence[tuple[int, str]]) -> None:
         """Log the exceptions of environments that were forgiven, and count them."""
@@ -168,8 +169,7 @@ class Rollouts:
                 columns = collection.buffers.columns(worker.start, worker.stop)
                 check_summary(summary, columns, self.layouts[1], self.mode)
                 made_with.append(held := self.versions.take_version(worker, version))
-                if probes is not None:
-                    self.versions.take_rollout(held, probes, columns, wanted.get(worker, 0))
+                self.versions.take_rollout(held, probes, columns, wanted.get(worker, 0))
         self.stats.note_rollout(num_steps * self._num_envs, collection, seconds)
         self._note_rollout_errors(collection.summaries, self._backend.workers)
         if self._copies:

@@ -64,7 +64,8 @@ class Tracker(Protocol):
         Args:
             own: The version they hold; 0 if none.
             newest: The newest version.
-            divergence: Mean KL(own || newest) over states they met; None if the policy has no distribution.
+            divergence: Mean KL(own || newest) over states they met; None if the policy has no distribution, or they
+                do not say how they act.
             num_workers: How many hold it.
         """
 
