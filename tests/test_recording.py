@@ -747,6 +747,45 @@ def test_an_error_of_the_run_itself_is_what_is_raised_and_the_dataset_is_there(t
     assert load(tmp_path / "cut-v0").total_steps > 40
 
 
+def test_pieces_that_cannot_be_deleted_hide_no_error_of_the_run_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(envs: ClusterEnv, path: Path, error: type[Exception] | None) -> Recorder:
+        (path / "elsewhere").mkdir(parents=True)
+        (path / "pieces").symlink_to(path / "elsewhere")
+        envs.reset(seed=0)
+        with Recorder(envs, path) as recorder:
+            recorder.add(envs.rollout(Linear(), 5))
+            if error is not None:
+                raise error
+        return recorder
+
+    with ClusterEnv("CartPole-v1", num_workers=0) as envs:
+        with pytest.raises(RecordingError, match=r"complete, but .*pieces cannot be deleted"):
+            run(envs, tmp_path / "whole-v0", None)
+        with pytest.raises(ZeroDivisionError):
+            run(envs, tmp_path / "cut-v0", ZeroDivisionError)
+    assert "pieces cannot be deleted" in caplog.text
+    assert [load(tmp_path / name).total_steps for name in ("whole-v0", "cut-v0")] == [5, 5]
+
+
+@pytest.mark.parametrize("printed", ["print('a banner')", "import atexit; atexit.register(print, 'a farewell')"])
+def test_what_others_print_while_a_dataset_is_written_is_not_taken_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(printed)
+    with ClusterEnv("CartPole-v1", num_workers=0) as envs:
+        envs.reset(seed=0)
+        recorder = Recorder(envs, tmp_path / "noisy-v0")
+        recorder.add(envs.rollout(Linear(), 5))
+        monkeypatch.syspath_prepend(tmp_path)
+        if "atexit" in printed:
+            with pytest.raises(RecordingError, match="a farewell"):
+                recorder.close()
+            (tmp_path / "sitecustomize.py").unlink()
+        assert recorder.close().num_steps == 5
+
+
 def test_one_who_forgets_to_close_is_told_how_to_have_the_dataset(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

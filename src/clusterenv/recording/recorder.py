@@ -114,13 +114,20 @@ class Recorder:
             What the dataset holds.
 
         Raises:
-            RecordingError: The dataset could not be written; the pieces stay, and the error says how to go on.
+            RecordingError: The dataset could not be written; the pieces stay, and the error says how to go on. Or it
+                was written, but the pieces cannot be deleted.
         """
         if self._recording is None:
             self._finalizer.detach()
             self._writer.close()
             self._recording = merge([self._pieces], self.path)
-            shutil.rmtree(self._pieces)
+            try:
+                shutil.rmtree(self._pieces)
+            except OSError as error:
+                raise RecordingError(
+                    f"The dataset at {self.path} is complete, but {self._pieces} cannot be deleted: {error}. It is not "
+                    "needed any more."
+                ) from error
             log.info("recorded %s", self._recording)
         return self._recording
 
