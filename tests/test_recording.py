@@ -718,6 +718,12 @@ def test_what_is_not_a_rollout_of_these_environments_is_refused(tmp_path: Path) 
             recorder.add(envs.reset(seed=0))  # type: ignore[arg-type]  # that is the mistake
         with pytest.raises(ConfigError, match="This rollout's observation is int64"):
             recorder.add(others.rollout(lambda obs: np.zeros(len(obs), np.int64), 3))
+        for options in ({"num_envs": 2}, {"autoreset_mode": "SameStep"}):
+            with (
+                ClusterEnv("CartPole-v1", num_workers=0, **options) as more,
+                pytest.raises(ConfigError, match="of other environments than the recorder's"),
+            ):
+                recorder.add(more.rollout(Linear(), 3))
         with pytest.raises(ConfigError, match="ClusterEnv whose rollouts"):
             Recorder(gym.make("CartPole-v1"), tmp_path / "other-v0")  # type: ignore[arg-type]  # that is the mistake
         rollout = envs.rollout(Linear(), 3)

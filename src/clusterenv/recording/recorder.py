@@ -75,6 +75,7 @@ class Recorder:
             "env_spec": describe_spec(_ask_spec(envs)),
         }
         self._layouts = Layout(envs.single_observation_space), Layout(envs.single_action_space)
+        self._num_envs, self._mode = envs.num_envs, envs.autoreset_mode
         self._pieces = self.path / "pieces"
         self._check_free()
         try:
@@ -167,6 +168,12 @@ class Recorder:
             raise ConfigError("This rollout holds tensors: add the one with arrays, before to_torch().")
         if bad := [name for name in rollout.extras if name in PROVENANCE or not name.strip(".") or "/" in name]:
             raise ConfigError(f"The policy's {bad[0]!r} cannot be recorded by that name: give it another.")
+        if rollout.env_indices.max() >= self._num_envs or rollout.autoreset_mode is not self._mode:
+            raise ConfigError(
+                f"This rollout is of other environments than the recorder's, which are {self._num_envs} and reset by "
+                f"{self._mode}: it has environment {rollout.env_indices.max()} and {rollout.autoreset_mode}. Give each "
+                "ClusterEnv a recorder of its own."
+            )
         observations, actions = self._layouts
         positions = rollout.positions
         finals = rollout.finals
