@@ -317,7 +317,7 @@ def _lengthen(part: str, key: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def _add(part: str, key: str, number: int) -> Callable[[dict[str, Any]], None]:
+def _add(part: str, key: str, number: float) -> Callable[[dict[str, Any]], None]:
     def change(summary: dict[str, Any]) -> None:
         summary[part][key] = summary[part][key] + number
 
@@ -332,6 +332,8 @@ NONSENSE_SUMMARIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "no episodes": lambda summary: summary.update(episodes=None),
     "a return too many": _lengthen("episodes", "return"),
     "a length too many": _lengthen("episodes", "length"),
+    "lengths that are not whole": _add("episodes", "length", 0.5),
+    "infos that are no dicts": lambda summary: summary["episodes"].update(info=[5] * len(summary["episodes"]["info"])),
     "an info too few": lambda summary: summary["episodes"]["info"].pop(),
     "rows of others": _add("episodes", "row", 2),
     "negative rows": _add("episodes", "row", -1000),

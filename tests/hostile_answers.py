@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clusterenv.wire import values
-from clusterenv.wire.messages import Collected, Evaluated
+from clusterenv.wire.messages import Collected, Evaluated, Stepped
 from clusterenv.worker import __main__, loop
 from clusterenv.worker.channel import Channel
 from tests import hostile
@@ -60,6 +61,7 @@ PROBES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "infinity": lambda said: {**said, "arrays": {"logits": np.full_like(said["arrays"]["logits"], np.inf)}},
     "states": lambda said: {**said, "states": {"hidden": np.zeros((1, 8))}},
 }
+DURATIONS = {"NaN": math.nan, "infinite": math.inf, "negative": -1.0}
 VERSIONS = {"a version to come": 2**52, "the version after the newest": None}
 
 
@@ -109,6 +111,14 @@ for _name, _version in VERSIONS.items():
     trick(_name, Collected)(_play)
 
 
+for _name, _busy_s in DURATIONS.items():
+
+    def _last(channel: HostileChannel, reply: Any, arrays: Any, busy_s: float = _busy_s) -> None:
+        Channel.send(channel, msgspec.structs.replace(reply, busy_s=busy_s), arrays)
+
+    trick(f"duration: {_name}", Collected)(_last)
+
+
 for _name, _lie in PROBES.items():
 
     def _probe(channel: HostileChannel, reply: Any, arrays: Any, lie: Callable[..., Any] = _lie) -> None:
@@ -123,6 +133,7 @@ def _garble(channel: HostileChannel, reply: Any, arrays: list[NDArray[Any]]) -> 
     Channel.send(channel, msgspec.structs.replace(reply, probes=b"\xc1\xff"), arrays)
 
 
+@trick("probes that nobody asked for in a step", Stepped)
 @trick("probes that nobody asked for", Collected)
 def _volunteer(channel: HostileChannel, reply: Any, arrays: list[NDArray[Any]]) -> None:
     Channel.send(channel, msgspec.structs.replace(reply, probes=values.dumps({})), arrays)

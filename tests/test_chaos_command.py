@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
 from clusterenv.cli import main
-from clusterenv.testing.chaos import find_workers
-from clusterenv.testing.processes import descendants
+from clusterenv.testing import chaos
+from clusterenv.testing.chaos import Campaign, Plan, Target, find_workers
+from clusterenv.testing.processes import descendants, look_at
 from tests.conftest import wait_until_gone
 
 ROOT = Path(__file__).parent.parent
@@ -85,7 +86,7 @@ def training() -> Iterator[subprocess.Popen[str]]:
 
 
 @contextlib.contextmanager
-def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+def ended(process: subprocess.Popen[Any]) -> Iterator[None]:
     """End a process however this is left, so that a test that fails does so at once."""
     try:
         yield
@@ -158,6 +159,58 @@ def test_what_is_frozen_is_thawed_when_it_is_interrupted(number: signal.Signals)
             chaos.send_signal(number)
             assert chaos.wait(30) == 128 + number
         await_state(int(found[1]), is_stopped=False)
+
+
+def pidfds() -> dict[int, int]:
+    """Return the descriptors of processes that are open here, by process."""
+    found = {}
+    for entry in Path("/proc/self/fdinfo").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # What lists them is one of them.
+            if pid := re.search(r"^Pid:\t(\d+)$", entry.read_text(), re.MULTILINE):
+                found[int(pid[1])] = int(entry.name)
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_one_that_cannot_be_thawed_leaves_no_other_frozen() -> None:
+    with training() as script:
+        plan = Plan(num_faults=100, every_s=0.1, kinds=["freeze"], freeze_s=200)
+        campaign = Campaign(script.pid, plan).run()
+        frozen: list[int] = []
+        while len(frozen) < 2:
+            found = re.search(r"freeze worker \d \(pid (\d+)\)", next(campaign))
+            assert found
+            frozen += [pid for pid in [int(found[1])] if pid not in frozen]
+        for pid in frozen:
+            await_state(pid, is_stopped=True)
+        os.close(pidfds()[frozen[0]])
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            campaign.close()
+        await_state(frozen[1], is_stopped=False)
+        os.kill(frozen[0], signal.SIGCONT)
+
+
+def test_a_worker_that_ends_when_it_has_just_been_seen_is_said_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "600"]) as worker, subprocess.Popen(["sleep", "600"]) as script, ended(script):
+        info = look_at(worker.pid)
+        assert info is not None
+        target = Target(info.process, 0, script.pid)
+        looks = 0
+
+        def look(script_pid: int) -> list[Target]:
+            nonlocal looks
+            looks += 1
+            if looks == 2:
+                worker.kill()
+                worker.wait()
+            return [target] if looks <= 2 else []
+
+        # No real one ends at will between two looks that follow each other.
+        monkeypatch.setattr(chaos, "find_workers", look)
+        campaign = Campaign(script.pid, Plan(num_faults=1, every_s=0.01, patience_s=0.1))
+        (line,) = campaign.run()
+    assert f"worker 0 (pid {worker.pid}) has just ended by itself" in line
+    assert not campaign.done
 
 
 @pytest.mark.timeout(300)

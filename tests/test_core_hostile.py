@@ -139,6 +139,19 @@ def test_a_version_that_nobody_has_published_labels_no_rollout(transport: str, n
         assert names_second(refusal)
 
 
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_rollout_that_took_no_time_that_can_be_is_refused_by_name(transport: str) -> None:
+    tricks = [f"duration: {name}" for name in hostile_answers.DURATIONS]
+    with start(tricks, transport) as envs:
+        envs.reset(seed=1)
+        for name in tricks:
+            with pytest.raises(WireError, match="duration") as refused:
+                envs.rollout(Linear(), 8)
+            assert names_second(str(refused.value)), name
+        assert 0 <= envs.rollout(Linear(), 8).stats["worker_idle_share"] <= 1
+        assert np.isfinite(envs.stats["worker_idle_share"])
+
+
 def test_what_a_worker_makes_up_about_its_policy_is_refused_by_name_and_harms_no_other() -> None:
     tricks = [f"probes: {name}" for name in [*hostile_answers.PROBES, "bytes that say nothing"]]
     agent = Linear()
@@ -161,6 +174,17 @@ def test_a_worker_that_says_unasked_how_it_acts_is_refused(transport: str) -> No
             envs.rollout(Linear(), 8)
         assert names_second(str(refused.value))
         assert envs.rollout(Linear(), 8).num_envs == NUM_ENVS
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_worker_that_says_unasked_how_it_acted_in_a_step_is_refused(transport: str) -> None:
+    agent = Linear()
+    with start(["probes that nobody asked for in a step"], transport) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(WireError, match="not asked for") as refused:
+            envs.step(agent)
+        assert names_second(str(refused.value))
+        assert envs.step(agent)[1].tolist() == [1.0] * NUM_ENVS
 
 
 class Complaining(Counted):

@@ -274,6 +274,37 @@ def test_a_budget_is_spent_on_one_worker_after_the_other(remote: Backend) -> Non
         assert 0 < envs.stats["threshold"] < 1
 
 
+class Mute(Linear):
+    """Says how it acts only where it is the learner's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._learner = os.getpid()
+
+    def act(self, obs: Any, state: Any = None, call: Any = None) -> Decision:
+        return Decision(np.zeros(len(obs), np.int64), {})
+
+    def distribution(self, obs: Any, state: Any = None) -> Categorical:
+        is_learner = os.getpid() == self._learner
+        return super().distribution(obs, state) if is_learner else None  # type: ignore[return-value]  # as many do
+
+
+def test_a_budget_reaches_workers_that_do_not_say_how_they_act(remote: Backend) -> None:
+    agent = Mute()
+    with ClusterEnv(Alike, 4, **remote, sync=SyncBudget(pulls_per_update=1)) as envs:
+        envs.reset(seed=1)
+        versions = []
+        for _ in range(10):
+            versions.append(envs.rollout(agent, 8).versions[[0, 2]].tolist())
+            agent.matrix[:, 0] += 0.03
+        for _ in range(10):
+            versions.append(envs.step(agent)[-1]["policy_version"][[0, 2]].tolist())
+            agent.matrix[:, 0] += 0.03
+        behind = [[number - version for version in pair] for number, pair in enumerate(versions, 1)]
+        assert behind == [[0, 0], *[[0, 1], [1, 0]] * 9, [0, 1]]
+        assert envs.stats["pulls_budget"] == 19
+
+
 class Watched(Linear):
     """Notes in a file on how many states it was asked for its distributions, where it is the learner's own."""
 

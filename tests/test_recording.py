@@ -241,6 +241,57 @@ def test_a_stream_gives_each_environments_episodes_without_a_gap(tmp_path: Path,
             assert_is(episode, metadata, plain)
 
 
+class Uneven(gym.Env[Any, Any]):
+    """Has episodes of 3 steps, of which the last raises, and then of 2; observes their number.
+
+    Args:
+        gate: The named pipe at which the first step waits for a writer; "" for none.
+    """
+
+    observation_space = spaces.Box(0, 1000, (1,), np.int64)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, gate: str) -> None:
+        self._gate = gate
+        self._number = -1
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._number += 1
+        self._num_steps = 0
+        return np.array([self._number]), {}
+
+    def step(self, action: Any) -> Any:
+        if self._gate:
+            Path(self._gate).open("rb").close()
+            self._gate = ""
+        self._num_steps += 1
+        if self._number == 0 and self._num_steps == 3:
+            raise RuntimeError("in the first episode")
+        return np.array([self._number]), 1.0, self._number > 0 and self._num_steps == 2, False, {}
+
+
+def test_two_rollouts_of_one_worker_side_by_side_are_recorded_one_after_the_other(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    factories = [lambda: Uneven(""), lambda: Uneven(str(gate))]
+    faults = Faults(on_env_error="reset")
+    with (
+        ClusterEnv(factories, num_workers=2, faults=faults) as envs,
+        Recorder(envs, tmp_path / "twice-v0") as recorder,
+    ):
+        envs.reset(seed=0)
+        with envs.stream(lambda obs: np.zeros(len(obs), np.int64), 4, min_envs=2) as stream:
+            rollout = next(stream)
+            recorder.add(rollout)
+            gate.open("wb").close()
+    assert rollout.env_indices.tolist() == [0, 0]
+    recorded = by_environment(tmp_path / "twice-v0", 2)[0]
+    assert [episode.observations[0, 0] for episode, _ in recorded] == [0, 1, 2]
+    assert [len(episode) for episode, _ in recorded] == [3, 2, 1]
+    assert ["error" in about for _, about in recorded] == [True, False, False]
+
+
 def test_an_episode_that_was_lost_with_its_worker_is_truncated_where_it_was_cut(
     tmp_path: Path, remote: Backend
 ) -> None:
@@ -284,6 +335,42 @@ def test_an_episode_whose_environment_raised_is_truncated_and_says_so(tmp_path: 
     assert (first.terminations[-1], first.truncations[-1], first.rewards[-1]) == (False, True, 0.0)
     assert "the simulator is unstable" in metadata["error"]
     assert all("error" not in about for _, about in others)
+
+
+def test_a_rollout_that_failed_costs_the_episode_that_it_was_in_and_none_after_it(tmp_path: Path) -> None:
+    class Clock(gym.Env[Any, Any]):
+        observation_space = spaces.Box(0, 1000, (1,), np.int64)
+        action_space = spaces.Discrete(2)
+        now = 0
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            self.left = 5
+            return np.array([self.now]), {}
+
+        def step(self, action: Any) -> Any:
+            self.now += 1
+            self.left -= 1
+            if self.now == 9:
+                raise RuntimeError("only once")
+            return np.array([self.now]), 1.0, self.left == 0, False, {}
+
+    path = tmp_path / "failed-v0"
+    with ClusterEnv(Clock, num_workers=0, autoreset_mode="SameStep") as envs, Recorder(envs, path) as recorder:
+        envs.reset(seed=0)
+        recorder.add(envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 7))
+        with pytest.raises(RuntimeError, match="only once"):
+            envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 7)
+        recorder.add(envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 12))
+        recording = recorder.close()
+    recorded = [(each.observations[:, 0].tolist(), about.get("cut")) for each, about in by_environment(path, 1)[0]]
+    assert recorded == [
+        (steps(0, 5), None),
+        (steps(5, 7), "interrupted"),
+        (steps(10, 15), None),
+        (steps(15, 20), None),
+        (steps(20, 21), "recording ended"),
+    ]
+    assert recording.num_left_out == 1
 
 
 def rollouts_of_one(path: Path, order: Sequence[int | str]) -> list[tuple[list[int], str | None]]:
@@ -503,6 +590,26 @@ def test_pieces_of_several_runs_are_merged_into_one_dataset(tmp_path: Path) -> N
     assert [seed for seed in seeds if seed is not None] == [1, 2]
 
 
+def test_relative_paths_are_those_of_the_directory_in_which_they_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with ClusterEnv("CartPole-v1", num_workers=0) as envs:
+        envs.reset(seed=0)
+        with Recorder(envs, "sets/closed-v0") as recorder:
+            recorder.add(envs.rollout(Linear(), 5))
+            os.chdir("elsewhere")
+        assert recorder.path == tmp_path / "sets" / "closed-v0"
+        os.chdir(tmp_path)
+        envs.reset(seed=0)
+        Recorder(envs, "sets/left-v0").add(envs.rollout(Linear(), 5))
+    os.chdir("elsewhere")
+    assert main(["merge", "../sets/left-v0", "--out", "merged-v0"]) == 0
+    assert load(tmp_path / "sets" / "closed-v0").total_steps == 5
+    assert load(tmp_path / "elsewhere" / "merged-v0").total_steps == 5
+
+
 @contextmanager
 def files_of_at_most(size_bytes: int) -> Iterator[None]:
     """Let the disk take no more of any file."""
@@ -611,6 +718,12 @@ def test_what_is_not_a_rollout_of_these_environments_is_refused(tmp_path: Path) 
             recorder.add(envs.reset(seed=0))  # type: ignore[arg-type]  # that is the mistake
         with pytest.raises(ConfigError, match="This rollout's observation is int64"):
             recorder.add(others.rollout(lambda obs: np.zeros(len(obs), np.int64), 3))
+        for options in ({"num_envs": 2}, {"autoreset_mode": "SameStep"}):
+            with (
+                ClusterEnv("CartPole-v1", num_workers=0, **options) as more,
+                pytest.raises(ConfigError, match="of other environments than the recorder's"),
+            ):
+                recorder.add(more.rollout(Linear(), 3))
         with pytest.raises(ConfigError, match="ClusterEnv whose rollouts"):
             Recorder(gym.make("CartPole-v1"), tmp_path / "other-v0")  # type: ignore[arg-type]  # that is the mistake
         rollout = envs.rollout(Linear(), 3)
@@ -638,6 +751,45 @@ def test_an_error_of_the_run_itself_is_what_is_raised_and_the_dataset_is_there(t
     with ClusterEnv("CartPole-v1", num_workers=0) as envs, pytest.raises(ZeroDivisionError):
         run(envs)
     assert load(tmp_path / "cut-v0").total_steps > 40
+
+
+def test_pieces_that_cannot_be_deleted_hide_no_error_of_the_run_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(envs: ClusterEnv, path: Path, error: type[Exception] | None) -> Recorder:
+        (path / "elsewhere").mkdir(parents=True)
+        (path / "pieces").symlink_to(path / "elsewhere")
+        envs.reset(seed=0)
+        with Recorder(envs, path) as recorder:
+            recorder.add(envs.rollout(Linear(), 5))
+            if error is not None:
+                raise error
+        return recorder
+
+    with ClusterEnv("CartPole-v1", num_workers=0) as envs:
+        with pytest.raises(RecordingError, match=r"complete, but .*pieces cannot be deleted"):
+            run(envs, tmp_path / "whole-v0", None)
+        with pytest.raises(ZeroDivisionError):
+            run(envs, tmp_path / "cut-v0", ZeroDivisionError)
+    assert "pieces cannot be deleted" in caplog.text
+    assert [load(tmp_path / name).total_steps for name in ("whole-v0", "cut-v0")] == [5, 5]
+
+
+@pytest.mark.parametrize("printed", ["print('a banner')", "import atexit; atexit.register(print, 'a farewell')"])
+def test_what_others_print_while_a_dataset_is_written_is_not_taken_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(printed)
+    with ClusterEnv("CartPole-v1", num_workers=0) as envs:
+        envs.reset(seed=0)
+        recorder = Recorder(envs, tmp_path / "noisy-v0")
+        recorder.add(envs.rollout(Linear(), 5))
+        monkeypatch.syspath_prepend(tmp_path)
+        if "atexit" in printed:
+            with pytest.raises(RecordingError, match="a farewell"):
+                recorder.close()
+            (tmp_path / "sitecustomize.py").unlink()
+        assert recorder.close().num_steps == 5
 
 
 def test_one_who_forgets_to_close_is_told_how_to_have_the_dataset(

@@ -237,6 +237,7 @@ def test_no_worker_is_ever_more_than_the_lag_bound_behind_or_over_the_threshold(
         {"threshold": math.nan},
         {"threshold": math.inf},
         {"max_lag": 0},
+        {"max_lag": math.nan},
         {"plateau": -0.1},
         {"plateau": 1.0},
         {"plateau": math.nan},
@@ -247,9 +248,10 @@ def test_settings_that_make_no_sense_are_refused(arguments: dict[str, float]) ->
         AdaptiveSync(**arguments)
 
 
-def test_a_period_is_at_least_one_version() -> None:
-    with pytest.raises(ConfigError, match="k"):
-        PeriodicSync(0)
+@pytest.mark.parametrize("wrong", [0, math.nan, "all"])
+def test_a_period_is_at_least_one_version(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"PeriodicSync\.k"):
+        PeriodicSync(wrong)
 
 
 def test_the_threshold_is_the_one_argument_everybody_gives() -> None:

@@ -38,6 +38,7 @@ class Episodes:
         env_indices: Whose.
         steps: At which step of this rollout.
         infos: The info of the episode's last step.
+        columns: In which column: a stream may deliver two rollouts of an environment side by side.
     """
 
     returns: NDArray[np.float64]
@@ -45,6 +46,7 @@ class Episodes:
     env_indices: NDArray[np.int64]
     steps: NDArray[np.int64]
     infos: list[dict[str, Any]]
+    columns: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.returns)

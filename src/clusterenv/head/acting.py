@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from clusterenv.errors import PolicyError, WireError
 from clusterenv.head.calls import Destination
 from clusterenv.head.failure import naming
-from clusterenv.head.infos import checked_dict, expect
+from clusterenv.head.infos import checked_dict, checked_seconds, expect
 from clusterenv.head.outcome import Collection
 from clusterenv.head.pending import PendingCall
 from clusterenv.head.worker import Worker
@@ -157,9 +157,9 @@ class Acting(Workers):
             with naming(worker):
                 collected = expect(messages.Collected, reply)
                 summaries.append(checked_dict(values.loads(collected.summary)))
+                busy_s.append(checked_seconds(collected.busy_s))
             if worker.mailbox is None:
                 self.note_last_step(worker, buffers.columns(worker.start, worker.stop))
-            busy_s.append(collected.busy_s)
             versions.append(collected.version)
             probes.append(collected.probes)
         return Collection(buffers, summaries, busy_s, versions, probes)

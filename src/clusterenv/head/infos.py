@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,6 +113,13 @@ def checked_dict(value: Any) -> dict[str, Any]:
     """Return a value that must be a dict, else raise WireError."""
     if not isinstance(value, dict):
         raise WireError(f"A worker sent a {type(value).__name__} where a dict was expected.")
+    return value
+
+
+def checked_seconds(value: float) -> float:
+    """Return a value that must be a duration, else raise WireError."""
+    if not 0 <= value < math.inf:
+        raise WireError(f"A worker sent {value} where a duration in seconds was expected.")
     return value
 
 

@@ -144,6 +144,7 @@ class Rollouts:
             worker = self._backend.workers[index]
             with naming(worker):
                 self.versions.take_step(worker, data)
+        self.versions.end_step()
 
     def note_errors(self, errors: Sequence[tuple[int, str]]) -> None:
         """Log the exceptions of environments that were forgiven, and count them."""
@@ -168,8 +169,7 @@ class Rollouts:
                 columns = collection.buffers.columns(worker.start, worker.stop)
                 check_summary(summary, columns, self.layouts[1], self.mode)
                 made_with.append(held := self.versions.take_version(worker, version))
-                if probes is not None:
-                    self.versions.take_rollout(held, probes, columns, wanted.get(worker, 0))
+                self.versions.take_rollout(held, probes, columns, wanted.get(worker, 0))
         self.stats.note_rollout(num_steps * self._num_envs, collection, seconds)
         self._note_rollout_errors(collection.summaries, self._backend.workers)
         if self._copies:
@@ -328,10 +328,11 @@ def _check_positions(part: Mapping[str, Any], num_rows: int) -> None:
 def _check_episodes(part: Mapping[str, Any], num_rows: int, num_steps: int) -> None:
     """Check that a shard speaks of its own environments, and says as much of each episode."""
     count = len(_indices(part["row"], num_rows))
-    for values in (_indices(part["step"], num_steps), part["return"], part["length"]):
-        if values.shape != (count,) or values.dtype.kind not in "if":
+    for values, kinds in ((_indices(part["step"], num_steps), "i"), (part["return"], "if"), (part["length"], "i")):
+        if values.shape != (count,) or values.dtype.kind not in kinds:
             raise ValueError(f"{count} episodes, but {values.dtype}{values.shape}")
-    if not isinstance(part["info"], list) or len(part["info"]) != count:
+    infos = part["info"]
+    if not isinstance(infos, list) or len(infos) != count or not all(isinstance(info, dict) for info in infos):
         raise ValueError(f"not a list of {count} infos")
 
 
@@ -362,6 +363,7 @@ def _episodes(summaries: Sequence[Mapping[str, Any]], shards: Shards, env_indice
         env_indices[rows[order]],
         steps[order],
         [infos[index] for index in order],
+        rows[order],
     )
 
 

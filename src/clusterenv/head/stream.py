@@ -16,7 +16,7 @@ import cloudpickle
 
 from clusterenv.errors import ClusterEnvError, ConfigError
 from clusterenv.head.failure import failure_of
-from clusterenv.head.infos import checked_dict, expect
+from clusterenv.head.infos import checked_dict, checked_seconds, expect
 from clusterenv.head.remote import Remote
 from clusterenv.head.rollouts import Rollouts, ShardRollout, check_summary
 from clusterenv.head.worker import AskedRollout, Slot, Worker
@@ -277,7 +277,7 @@ class Stream:
         self._must_judge = self._must_judge or self._versions.can_judge(version)
         if not is_shared:  # Else they are the worker's own, and it is further on.
             self._remote.note_last_step(worker, buffers)
-        made = ShardRollout(worker, buffers, summary, collected.busy_s, version)
+        made = ShardRollout(worker, buffers, summary, checked_seconds(collected.busy_s), version)
         if self.is_open:
             work.num_ready += 1
             self._keep(made)

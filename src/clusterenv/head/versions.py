@@ -85,6 +85,7 @@ class Versions:
         self._sum_held = 0
         self._counted = 0
         self._probed = 0  # The newest version when steps were last asked how actions are distributed.
+        self._asked: dict[Worker, int] = {}  # Who has yet to say how it acted in the step under way, at how many rows.
         self._encoded: tuple[int, Frames] | None = None
         self._warned: set[Reason] = set()
 
@@ -127,7 +128,8 @@ class Versions:
         """Judge every version that is held and was not judged since there is a newer one; count who pulls.
 
         One that nobody has said anything of yet was taken only just now: it is judged when somebody has, unless its
-        holders have fallen behind as far as the rule lets anybody.
+        holders have fallen behind as far as the rule lets anybody. If the rule lets them fall behind forever, those who
+        do not say how they act are judged after all others.
 
         Args:
             can_take: Tells of a ready worker whether it can be sent weights.
@@ -200,7 +202,8 @@ class Versions:
             for held in self._held.values()
             if is_first or held.num_rows < self._most_rows(held)
         ]
-        return {worker: share for held, share in shares if share for worker in held.holders}
+        self._asked = {worker: share for held, share in shares if share for worker in held.holders}
+        return dict(self._asked)
 
     def take_version(self, worker: Worker, number: int) -> Version:
         """Return the version with which a worker says that it made something.
@@ -221,13 +224,16 @@ class Versions:
 
         Args:
             held: The version it acted with.
-            data: What it says.
+            data: What it says; None if nothing.
             columns: The rollout.
             at_most: How many rows it was asked for.
 
         Raises:
             WireError: It is malformed.
         """
+        if data is None:
+            held.is_silent = held.is_silent or at_most > 0
+            return
         num_steps, num_envs = columns.rewards.shape
         read = self._read(data, num_steps * num_envs, at_most, {})
         if read is not None:
@@ -239,16 +245,24 @@ class Versions:
         """Take in how a worker says that its actions in the last step were distributed.
 
         Raises:
-            WireError: It is malformed.
+            WireError: It is malformed, or was not asked for.
         """
         given = worker.policy.given
+        at_most = self._asked.pop(worker, 0)
         state = None if self._policy is None else self._policy.initial_state(1)
         if given:
-            read = self._read(data, worker.num_envs, self._most_rows(given[-1]), state or {})
+            read = self._read(data, worker.num_envs, at_most, state or {})
             if read is not None:
                 before = worker.buffers[1 - worker.shown]
                 leaves = [array[read.rows] for array in before.observations if array is not None]
                 self._add(given[-1], leaves, read.states, read)
+
+    def end_step(self) -> None:
+        """Note that nobody will say any more how it acted in the last step."""
+        for worker in self._asked:
+            if worker.policy.given:
+                worker.policy.given[-1].is_silent = True
+        self._asked.clear()
 
     def note_adopted(self, worker: Worker, version: int) -> None:
         """Note that a new worker has taken over, with the weights of this version.
@@ -345,11 +359,14 @@ class Versions:
         """Ask the rule about versions, those that have diverged most first; leave out what it cannot be asked yet."""
         found: list[tuple[float | None, Version]] = []
         late: list[Version] = []
+        silent: list[Version] = []
         if not self._rule.compares or self._study() is None:
             found = [(None, held) for held in behind]
         else:
             found = [(self.divergence_of(held), held) for held in behind if held.num_rows]
             late = [held for held in behind if not held.num_rows and self.newest - held.number >= self.max_lag]
+            if math.isinf(self.max_lag):
+                silent = [held for held in behind if not held.num_rows and held.is_silent]
             self._note_divergence(found)
         for divergence, held in sorted(found, key=lambda each: (-(each[0] or 0.0), each[1].number)):
             verdict = self._tracker.judge(held.number, self.newest, divergence, len(held.holders))
@@ -359,6 +376,8 @@ class Versions:
             yield held, verdict
         for held in late:
             yield held, Verdict(True, Reason.LAG)
+        for held in sorted(silent, key=lambda held: held.number):
+            yield held, self._tracker.judge(held.number, self.newest, None, len(held.holders))
 
     def _note_divergence(self, found: Sequence[tuple[float | None, Version]]) -> None:
         """Keep the mean over the workers."""
@@ -376,9 +395,7 @@ class Versions:
         num_pools = len(self._pooled) + (held not in self._pooled)
         return max(1, min(POOL_ROWS, _POOLS_BYTES // max(1, row_bytes * num_pools)))
 
-    def _read(self, data: bytes | None, num_rows: int, at_most: int, states: State) -> Probes | None:
-        if data is None:
-            return None
+    def _read(self, data: bytes, num_rows: int, at_most: int, states: State) -> Probes | None:
         if not at_most:
             raise WireError("It says how its actions were distributed, which it was not asked for.")
         form = self._study()

@@ -69,6 +69,7 @@ class Version:
         judged: The newest version by which it was judged whether its holders take that.
         compared: The newest version that it was compared with, with `num_compared` rows of the pool.
         divergence: What came out; NaN if it was never compared.
+        is_silent: Whether somebody has acted with it, was asked how, and did not say.
     """
 
     number: int
@@ -78,6 +79,7 @@ class Version:
     compared: int = 0
     num_compared: int = 0
     divergence: float = float("nan")
+    is_silent: bool = False
 
     @property
     def num_rows(self) -> int:

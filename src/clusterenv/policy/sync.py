@@ -64,7 +64,8 @@ class Tracker(Protocol):
         Args:
             own: The version they hold; 0 if none.
             newest: The newest version.
-            divergence: Mean KL(own || newest) over states they met; None if the policy has no distribution.
+            divergence: Mean KL(own || newest) over states they met; None if the policy has no distribution, or they
+                do not say how they act.
             num_workers: How many hold it.
         """
 
@@ -113,7 +114,7 @@ class AdaptiveSync:
     def __post_init__(self) -> None:
         if not isinstance(self.threshold, Real) or not 0 < self.threshold < math.inf:
             raise ConfigError(f"AdaptiveSync.threshold must be a positive number of nats, got {self.threshold!r}.")
-        if not isinstance(self.max_lag, Real) or self.max_lag < 1:
+        if not isinstance(self.max_lag, Real) or not self.max_lag >= 1:  # NaN is not.
             raise ConfigError(f"AdaptiveSync.max_lag must be at least 1 version, got {self.max_lag!r}.")
         if self.plateau is not None and not 0 <= self.plateau < 1:
             raise ConfigError(
@@ -266,7 +267,7 @@ class PeriodicSync:
     compares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, Real) or self.k < 1:
+        if not isinstance(self.k, Real) or not self.k >= 1:  # NaN is not.
             raise ConfigError(f"PeriodicSync.k must be at least 1 version, got {self.k!r}.")
 
     @property

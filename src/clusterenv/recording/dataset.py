@@ -117,7 +117,7 @@ def main() -> None:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.stderr.flush()
         os._exit(1)  # At an ordinary end HDF5 tries once more to write what could not be written.
-    sys.stdout.write(json.dumps(counts))
+    sys.stdout.write(f"\n{json.dumps(counts)}\n")  # On a line of its own: what is imported may print, too.
 
 
 if __name__ == "__main__":

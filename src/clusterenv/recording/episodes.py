@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -46,10 +47,12 @@ class Episode:
         return sum(part.stop - part.first for part in self.parts)
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """When it ended: by the number of the rollout, the step, and the environment."""
+    def order(self) -> tuple[int, int, int, int]:
+        """When it ended: by the number of the rollout, the environment's columns in it, the step, the environment."""
         last = self.parts[-1]
-        return int(last.record.notes["number"]), last.stop, self.env_index
+        notes = last.record.notes
+        num_before = int(np.count_nonzero(notes["env_indices"][: last.column] == self.env_index))
+        return int(notes["number"]), num_before, last.stop, self.env_index
 
     @property
     def extras(self) -> list[str]:
@@ -102,6 +105,11 @@ class _Open:
     is_whole: bool = True
     parts: list[Part] = field(default_factory=list)
 
+    @property
+    def place(self) -> tuple[int, float]:
+        """How far the process has come; once steps were missed, the rest of an episode is not counted."""
+        return self.number, self.length if self.length >= 0 else math.inf
+
 
 class EpisodeFinder:
     """Goes through the records of one run, in their order.
@@ -129,10 +137,10 @@ class EpisodeFinder:
         start = _position(record, column)
         current = self._open.get(env_index)
         if current is not None and current.life == start.life:
-            if (start.number, start.length) < (current.number, current.length):
+            if start.place < current.place:
                 self.num_left_out += int(np.count_nonzero(valid))  # It was added twice.
                 return
-            if (start.number, start.length) == (current.number, current.length):
+            if start.place == current.place:
                 start = current
         if current is not None and start is not current:
             yield from _cut(env_index, current, "interrupted" if start.life == current.life else "worker lost")

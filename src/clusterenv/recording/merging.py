@@ -67,10 +67,11 @@ def merge(pieces: Sequence[Path], out: Path) -> Recording:
         RecordingError: A piece cannot be read, or the dataset not written. Then there is none.
     """
     check_installed()
+    out = out.expanduser().resolve()  # Minari joins a relative path to itself.
     dataset_id = check_path(out)
     if (out / "data").exists():
         raise ConfigError(f"There is a dataset at {out} already. Choose another name, or delete it.")
-    found = _find(pieces)
+    found = _find([path.expanduser().resolve() for path in pieces])
     _check_alike([Piece(path) for path in found])
     partial = out / "data.partial"
     try:
@@ -190,7 +191,10 @@ def _write_apart(pieces: Sequence[Path], place: Path, dataset_id: str) -> dict[s
     if done.returncode == 0:
         for line in said.splitlines():
             log.warning("%s", line)
-        counts: dict[str, int] = json.loads(done.stdout)
+        try:
+            counts: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+        except (ValueError, IndexError) as error:
+            raise OSError(f"the process that wrote it does not say what, but {done.stdout[-200:]!r}") from error
         return counts
     reasons = re.findall(r"error message = '([^']+)'", said) or said.splitlines()[-1:]
     raise OSError(reasons[0] if reasons else f"the process that wrote it ended with status {done.returncode}")

@@ -65,7 +65,7 @@ class Recorder:
         check_installed()
         if not isinstance(envs, ClusterEnv):
             raise ConfigError(f"Recorder takes the ClusterEnv whose rollouts it will be given, got {type(envs)}.")
-        self.path = Path(path).expanduser()
+        self.path = Path(path).expanduser().resolve()  # The run may change its directory.
         check_path(self.path)
         run = uuid.uuid4().hex
         about = {
@@ -75,6 +75,7 @@ class Recorder:
             "env_spec": describe_spec(_ask_spec(envs)),
         }
         self._layouts = Layout(envs.single_observation_space), Layout(envs.single_action_space)
+        self._num_envs, self._mode = envs.num_envs, envs.autoreset_mode
         self._pieces = self.path / "pieces"
         self._check_free()
         try:
@@ -114,13 +115,20 @@ class Recorder:
             What the dataset holds.
 
         Raises:
-            RecordingError: The dataset could not be written; the pieces stay, and the error says how to go on.
+            RecordingError: The dataset could not be written; the pieces stay, and the error says how to go on. Or it
+                was written, but the pieces cannot be deleted.
         """
         if self._recording is None:
             self._finalizer.detach()
             self._writer.close()
             self._recording = merge([self._pieces], self.path)
-            shutil.rmtree(self._pieces)
+            try:
+                shutil.rmtree(self._pieces)
+            except OSError as error:
+                raise RecordingError(
+                    f"The dataset at {self.path} is complete, but {self._pieces} cannot be deleted: {error}. It is not "
+                    "needed any more."
+                ) from error
             log.info("recorded %s", self._recording)
         return self._recording
 
@@ -160,14 +168,19 @@ class Recorder:
             raise ConfigError("This rollout holds tensors: add the one with arrays, before to_torch().")
         if bad := [name for name in rollout.extras if name in PROVENANCE or not name.strip(".") or "/" in name]:
             raise ConfigError(f"The policy's {bad[0]!r} cannot be recorded by that name: give it another.")
+        if rollout.env_indices.max() >= self._num_envs or rollout.autoreset_mode is not self._mode:
+            raise ConfigError(
+                f"This rollout is of other environments than the recorder's, which are {self._num_envs} and reset by "
+                f"{self._mode}: it has environment {rollout.env_indices.max()} and {rollout.autoreset_mode}. Give each "
+                "ClusterEnv a recorder of its own."
+            )
         observations, actions = self._layouts
         positions = rollout.positions
         finals = rollout.finals
         if rollout.autoreset_mode is not AutoresetMode.SAME_STEP:  # Else they are the observations that follow.
             none = np.zeros(0, np.int64)
             finals = Finals(map_tree(lambda part: part[none], finals.obs), none, none)
-        ends = zip(rollout.episodes.steps.tolist(), rollout.episodes.env_indices.tolist(), strict=True)
-        columns = {env_index: column for column, env_index in enumerate(rollout.env_indices.tolist())}
+        ends = zip(rollout.episodes.steps.tolist(), rollout.episodes.columns.tolist(), strict=True)
         notes = {
             "number": self._num_added,
             "env_indices": rollout.env_indices,
@@ -179,8 +192,8 @@ class Recorder:
             "ages": rollout.ages,
             "divergences": rollout.divergences,
             "errors": {
-                f"{step} {columns[env_index]}": str(info["env_error"])
-                for (step, env_index), info in zip(ends, rollout.episodes.infos, strict=True)
+                f"{step} {column}": str(info["env_error"])
+                for (step, column), info in zip(ends, rollout.episodes.infos, strict=True)
                 if "env_error" in info
             },
             "final_steps": finals.steps,

@@ -238,10 +238,11 @@ class Campaign:
     done: Counter[str] = field(default_factory=Counter)
     has_ended: bool = False
     is_complete: bool = False
+    _seen: list[Target] = field(default_factory=list)
     _frozen: list[_Held] = field(default_factory=list)
     _began_at: float = field(default_factory=time.monotonic)
 
-    def run(self) -> Iterator[str]:
+    def run(self) -> Generator[str, None, None]:
         """Do all faults, then wait until all workers are back; yields lines that say what is done.
 
         Close the iterator, however it ends: what is frozen is thawed then.
@@ -257,15 +258,15 @@ class Campaign:
                 yield from self._await_workers()
                 if self.has_ended or not self.is_complete:
                     break
-                workers = find_workers(self.script_pid)
-                yield from self._strike(kind, workers[int(place * len(workers))])
+                yield from self._strike(kind, self._seen[int(place * len(self._seen))])
             while self._frozen and not self.has_ended:
                 yield from self._wait(_LOOK_S)
             yield from self._await_workers()
         finally:
-            for held in list(self._frozen):
-                self._thaw(held)
-            os.close(self._script)
+            with contextlib.ExitStack() as ends:  # All of them, even if one raises.
+                ends.callback(os.close, self._script)
+                for held in reversed(self._frozen):
+                    ends.callback(self._thaw, held)
 
     def describe(self) -> str:
         """Say how many faults were done."""
@@ -327,7 +328,8 @@ class Campaign:
         """Wait until as many are there as there ever were; so the same seed means the same workers every time."""
         ends_at = time.monotonic() + self.plan.patience_s
         while not self.has_ended:
-            count = len(find_workers(self.script_pid))
+            self._seen = find_workers(self.script_pid)
+            count = len(self._seen)
             self.num_workers = max(self.num_workers, count)
             self.is_complete = count == self.num_workers > 0
             if self.is_complete or time.monotonic() >= ends_at:
