@@ -148,7 +148,7 @@ def test_dqn_learns() -> None:
 def test_ppo_lstm_learns_what_only_a_memory_can_tell() -> None:
     from examples import ppo_lstm as example
 
-    args = example.Args(total_timesteps=60_000, num_steps=64, num_workers=2, track=False)
+    args = example.Args(total_timesteps=90_000, num_steps=64, num_workers=2, track=False)
     assert improvement(example.train(args)) > 40
 
 

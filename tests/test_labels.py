@@ -386,3 +386,30 @@ def test_a_worker_that_is_lost_when_it_has_answered_leaves_its_label(remote: Bac
         assert rollout.versions.tolist() == [1, 1]
         assert envs.rollout(agent, 8).versions.tolist() == [2, 1]
         assert [loss.worker_index for loss in envs.losses] == [0]
+
+
+def test_deviations_that_are_alike_in_some_states_only_are_compared(remote: Backend) -> None:
+    class Folding(BasePolicy):
+        """Says once what holds for all states that it is shown, as networks that were read do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = np.full((4, 1), 0.1, np.float32)
+
+        def weights(self) -> dict[str, Any]:
+            return {"matrix": self.matrix}
+
+        def distribution(self, obs: Any, state: Any = None) -> Distribution:
+            mean = (obs @ self.matrix).astype(np.float32)
+            log_std = mean - 1
+            return SquashedGaussian(mean, log_std[0] if (log_std == log_std[:1]).all() else log_std)
+
+    agent = Folding()
+    box = spaces.Box(-1, 1, (1,), np.float32)
+    with ClusterEnv([partial(Alike, 23, box)] * 4, sync=AdaptiveSync(0.05, max_lag=10**6), **remote) as envs:
+        envs.reset(seed=1)
+        for _ in range(3):
+            rollout = envs.rollout(agent, 8)
+            agent.matrix = agent.matrix + np.float32(1e-3)
+        assert np.isfinite(rollout.divergences).all()
+        assert rollout.versions.max() < 3  # Judged, and found near enough.

@@ -225,6 +225,11 @@ class DiagonalGaussian(Distribution):
     sent: ClassVar[tuple[str, ...]] = ("mean", "log_std")
     reads: ClassVar[frozenset[str]] = frozenset({"deterministic", "temperature"})
 
+    def to_arrays(self) -> tuple[str, dict[str, Array]]:
+        """Return both with a row for each state: whether deviations differ between states is seen only in some."""
+        log_std = np.ascontiguousarray(np.broadcast_to(self.log_std, self.mean.shape))
+        return self.family, {"mean": self.mean, "log_std": log_std}
+
     def check(self) -> None:
         """Require finite means, and standard deviations of the same shape or one row of them."""
         check_floats(f"{type(self).__name__}.mean", self.mean, (None, None))
