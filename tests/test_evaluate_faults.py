@@ -165,6 +165,8 @@ def test_a_file_of_another_evaluation_is_refused(tmp_path: Path, change: dict[st
         (b"hello\n", "Line 1 of .* is not JSON"),
         (b"[]\n", "Line 1 of .* is not a line"),
         (b"{}\n", "is not a file of evaluate"),
+        (b'{"results": "precious"}', "is not a file of evaluate"),
+        (b"one line\nand half a", "Line 1 of .* is not JSON"),
         (None, "Line 3 of .* is not an episode"),
     ],
 )
@@ -180,6 +182,17 @@ def test_a_file_that_is_none_of_ours_is_refused_and_left_as_it_is(
         with pytest.raises(ConfigError, match=words):
             envs.evaluate(act, 3, resume=path)
     assert path.read_bytes() == content
+
+
+def test_a_file_whose_first_line_was_half_written_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "eval.jsonl"
+    with ClusterEnv(Uneven, 1, num_workers=0) as envs:
+        envs.evaluate(act, 3, resume=path)
+        whole = path.read_bytes()
+        for length in (0, 1, whole.index(b"\n")):
+            path.write_bytes(whole[:length])
+            assert envs.evaluate(act, 3, resume=path).manifest["resumed_episodes"] == 0
+            assert path.read_bytes() == whole
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -100,13 +100,14 @@ class Journal:
     def _read(self, header: Mapping[str, Any]) -> None:
         self._file.seek(0)
         data = self._file.read()
-        complete, _, torn = data.rpartition(b"\n")
-        if torn:  # A crash has left half a line behind. What is appended must not become the other half.
-            self._file.truncate(len(data) - len(torn))
-        lines = complete.split(b"\n") if complete else []
-        if not lines:
+        complete, newline, torn = data.rpartition(b"\n")
+        if not newline:
+            if not _encode(header).startswith(torn):
+                raise ConfigError(f"{self._path} is not a file of evaluate(resume=...): give the name of a new one.")
+            self._drop_torn(data, torn)
             self._write(header)
             return
+        lines = complete.split(b"\n")
         self._check_header(_parse(lines[0], self._path, 1), json.loads(json.dumps(header)))
         for number, text in enumerate(lines[1:], 2):
             line = _parse(text, self._path, number)
@@ -116,6 +117,12 @@ class Journal:
                 raise
             except (KeyError, TypeError, ValueError, binascii.Error) as error:
                 raise ConfigError(f"Line {number} of {self._path} is not an episode of an evaluation.") from error
+        self._drop_torn(data, torn)  # Not before it is known that the file is ours.
+
+    def _drop_torn(self, data: bytes, torn: bytes) -> None:
+        """Remove half a line that a crash has left behind: what is appended must not become the other half."""
+        if torn:
+            self._file.truncate(len(data) - len(torn))
 
     def _check_header(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         if _MARK not in found:
@@ -151,7 +158,7 @@ class Journal:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         try:
-            data = json.dumps(line).encode() + b"\n"
+            data = _encode(line)
             while data:  # Of what does not fit on a disk, as much is written as does.
                 data = data[self._file.write(data) :]
         except OSError as error:
@@ -159,6 +166,10 @@ class Journal:
                 f"An episode could not be written to {self._path}: {error.strerror}. All before it are there: call "
                 "evaluate() with the same resume= again when that is mended."
             ) from error
+
+
+def _encode(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line).encode() + b"\n"
 
 
 def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
