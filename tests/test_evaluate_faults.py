@@ -15,10 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from clusterenv import ClusterEnv, Faults
+from clusterenv.adapters.torch import TorchPolicy
 from clusterenv.errors import ConfigError, JournalError, WorkerLost
 from clusterenv.head.dealer import Dealer
 from tests.conftest import Backend, descendants, wait_until_gone
@@ -123,11 +126,9 @@ def test_an_evaluation_whose_head_was_killed_goes_on_where_it_was(tmp_path: Path
     with ClusterEnv(Uneven, 3, num_workers=0) as envs, pytest.raises(ConfigError, match="another evaluation"):
         envs.evaluate(act, 60, resume=path)  # Made by another factory, as far as that can be known.
 
-    def make() -> Uneven:
-        return Uneven()
-
-    make.__qualname__ = "make"
-    with ClusterEnv(make, 3, num_workers=0) as envs:
+    script: dict[str, Any] = {"Uneven": Uneven, "mishap": None}
+    exec("def make():\n    return Uneven(mishap)\n", script)
+    with ClusterEnv(script["make"], 3, num_workers=0) as envs:
         evaluation = envs.evaluate(act, 60, resume=path)
     assert evaluation.manifest["resumed_episodes"] == num_kept
     assert rows_of(evaluation) == play_plainly(Uneven(), act, range(60))
@@ -157,6 +158,115 @@ def test_a_file_of_another_evaluation_is_refused(tmp_path: Path, change: dict[st
         with pytest.raises(ConfigError, match=words):
             envs.evaluate(**arguments)
     assert path.read_bytes() == before
+
+
+def nested(is_flipped: bool) -> Any:
+    if is_flipped:
+        return lambda obs: np.array([(lambda row: int(row[0] < 0))(row) for row in obs])
+    return lambda obs: np.array([(lambda row: int(row[0] > 0))(row) for row in obs])
+
+
+def with_default(action: int) -> Any:
+    def choose(obs: Any, *, action: int = action) -> Any:
+        return np.full(len(obs), action)
+
+    return choose
+
+
+def with_functions(action: int) -> Any:
+    if action:
+        return TorchPolicy(nn.Linear(3, 3), act=lambda module, obs: obs.argmax(1))
+    return TorchPolicy(nn.Linear(3, 3), act=lambda module, obs: obs.argmin(1))
+
+
+@pytest.mark.parametrize("make", [nested, with_default, with_functions])
+def test_a_file_of_an_agent_with_other_code_is_refused(tmp_path: Path, make: Any) -> None:
+    path = tmp_path / "eval.jsonl"
+    with ClusterEnv(Uneven, 1, num_workers=0) as envs:
+        torch.manual_seed(0)
+        envs.evaluate(make(0), 3, resume=path)
+        torch.manual_seed(0)
+        assert envs.evaluate(make(0), 4, resume=path).manifest["resumed_episodes"] == 3
+        torch.manual_seed(0)
+        with pytest.raises(ConfigError, match="another policy, or other weights or code"):
+            envs.evaluate(make(1), 5, resume=path)
+
+
+def closed_over(seed: int) -> Any:
+    return lambda: Shifted(seed)
+
+
+def by_default(seed: int) -> Any:
+    return lambda seed=seed: Shifted(seed)
+
+
+class Shifted(Uneven):
+    """Has an argument."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.shift = shift
+
+
+@pytest.mark.parametrize("make", [closed_over, by_default])
+def test_a_file_of_environments_that_are_made_otherwise_is_refused(tmp_path: Path, make: Any) -> None:
+    path = tmp_path / "eval.jsonl"
+    for _ in range(2):
+        with ClusterEnv(make(1), 1, num_workers=0) as envs:
+            envs.evaluate(act, 3, resume=path)
+    with (
+        ClusterEnv(make(2), 1, num_workers=0) as envs,
+        pytest.raises(ConfigError, match="made by other code, or with other arguments"),
+    ):
+        envs.evaluate(act, 3, resume=path)
+
+
+ANEW = """
+import sys
+import numpy as np
+from clusterenv import ClusterEnv
+from tests.uneven import Uneven
+
+class Goal:
+    def __init__(self):
+        self.place = 3
+
+colours = {"red", "green", "blue", "white"}
+
+def make():
+    names = {"north", "south", "east", "west"}
+    def agent(obs, mode="lean"):
+        return np.full(len(obs), int(mode in {"lean", "left", "right", "tilt"} and "up" not in names))
+    return agent
+
+if __name__ == "__main__":
+    is_first = sys.argv[2] == "1"
+    options = {"colours": colours, "goal": Goal(), "low": 1, "bonus": 2.0}
+    if not is_first:
+        options = dict(reversed(options.items()))
+    with ClusterEnv(lambda: Uneven(colours and None), 2, num_workers=0) as envs:
+        table = envs.evaluate(make(), 5, options=options, resume=sys.argv[1])
+    assert table.manifest["resumed_episodes"] == (0 if is_first else 5)
+"""
+
+
+def test_an_evaluation_goes_on_in_another_process(tmp_path: Path) -> None:
+    for number in ("1", "2"):
+        arguments = [sys.executable, "-c", ANEW, str(tmp_path / "eval.jsonl"), number]
+        environment = {**os.environ, "PYTHONHASHSEED": number}
+        ended = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, timeout=100, check=False)
+        assert ended.returncode == 0, ended.stderr.decode()
+
+
+def test_options_that_cannot_be_compared_are_refused() -> None:
+    class Odd:
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            if protocol == 2:
+                raise TypeError("only some ways")
+            return super().__reduce_ex__(protocol)
+
+    with ClusterEnv(Uneven, 1, num_workers=0) as envs, pytest.raises(ConfigError, match=r"options hold a .*Odd"):
+        envs.evaluate(act, 1, options={"odd": Odd()})
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,10 @@ from clusterenv.wire.messages import Episode
 
 _FORMAT = 1
 _MARK = "clusterenv_evaluation"
+_DIGESTS = {
+    "policy": "another policy, or other weights or code",
+    "factory": "environments that were made by other code, or with other arguments",
+}
 
 
 class Journal:
@@ -129,8 +133,8 @@ class Journal:
             raise ConfigError(f"{self._path} is not a file of evaluate(resume=...): give the name of a new one.")
         for name in wanted:
             if found.get(name) != wanted[name]:
-                what = "another policy, or other weights" if name == "policy" else f"{name}={found.get(name)!r}"
-                now = "" if name == "policy" else f", and not {wanted[name]!r}"
+                what, now = _DIGESTS.get(name, f"{name}={found.get(name)!r}"), f", and not {wanted[name]!r}"
+                now = "" if name in _DIGESTS else now
                 raise ConfigError(
                     f"{self._path} holds episodes of {what}{now}: this is another evaluation. Give resume= the name of "
                     "a new file."
