@@ -137,6 +137,19 @@ def test_a_networks_table_is_the_same_bit_for_bit_whatever_runs_beside_an_episod
     assert tables[0] == tables[1] == tables[2]
 
 
+def tell_row(obs: Any) -> Any:
+    """Choose by the row of the batch: kernels may compute some rows in other ways than others."""
+    return np.arange(len(obs)) % 3
+
+
+def test_an_episode_has_the_same_row_of_a_batch_whatever_runs_beside_it() -> None:
+    tables = []
+    for num_workers, num_envs in ((0, 1), (0, 3), (0, 19), (2, 5)):
+        with ClusterEnv(Uneven, num_envs, num_workers=num_workers) as envs:
+            tables.append(rows_of(envs.evaluate(tell_row, 60)))
+    assert all(table == tables[0] for table in tables)
+
+
 @pytest.mark.parametrize("make", [Dice, lambda: roll, lambda: Agent(3, 3)], ids=["a policy", "a function", "a network"])
 def test_random_choices_follow_from_an_episodes_seed_alone(make: Any) -> None:
     torch.manual_seed(1)
@@ -198,6 +211,30 @@ def test_any_seeds_are_played_once_each_in_any_number_of_environments(
 def test_a_policy_is_given_the_masks_of_its_environments() -> None:
     with ClusterEnv(Uneven, 5, num_workers=2, wrappers=[Masked]) as envs:
         assert len(envs.evaluate(obey, 20)) == 20
+
+
+class SometimesMasked(Masked):
+    """Has masks in some episodes only."""
+
+    def reset(self, **options: Any) -> Any:
+        obs, info = super().reset(**options)
+        self._has_masks = options["seed"] % 3 != 0
+        return obs, info if self._has_masks else {}
+
+    def step(self, action: Any) -> Any:
+        if not self._has_masks:
+            return self.env.step(action)
+        return super().step(action)
+
+
+def obey_if_told(obs: Any, action_mask: Any = None) -> Any:
+    return np.zeros(len(obs), np.int64) if action_mask is None else np.argmax(action_mask, axis=1)
+
+
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_masks_are_given_though_the_first_episode_has_none(num_envs: int) -> None:
+    with ClusterEnv(Uneven, num_envs, num_workers=0, wrappers=[SometimesMasked]) as envs:
+        assert len(envs.evaluate(obey_if_told, 20)) == 20
 
 
 def train(backend: Backend, sync: SyncRule | None, *, evaluates: bool, is_wrapped: bool = False) -> list[Any]:
@@ -319,6 +356,52 @@ def test_an_environment_that_may_raise_truncates_its_episode(backend: Backend) -
     assert rows_of(evaluation)[:7] + rows_of(evaluation)[8:] == expected[:7] + expected[8:]
     assert (evaluation.lengths[7], evaluation.truncated[7]) == (3, True)
     assert "KeyError" in evaluation.final_infos[7]["env_error"]
+
+
+class RaisesOften(Uneven):
+    """Raises in the first step of many episodes."""
+
+    def step(self, action: Any) -> Any:
+        if self.seed < 9:
+            raise KeyError("broken")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_how_often_an_environment_may_raise_is_counted_per_episode(num_envs: int) -> None:
+    with ClusterEnv(RaisesOften, num_envs, num_workers=0, faults=Faults(on_env_error="reset")) as envs:
+        evaluation = envs.evaluate(act, 15)
+    assert evaluation.lengths[:9].tolist() == [1] * 9
+    assert rows_of(evaluation)[9:] == play_plainly(Uneven(), act, range(9, 15))
+
+
+class NeverResets(Uneven):
+    """Cannot begin one of its episodes."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if seed == 3:
+            raise KeyError("broken")
+        return super().reset(seed=seed, options=options)
+
+
+def test_an_episode_that_cannot_begin_is_not_tried_for_ever() -> None:
+    envs = ClusterEnv(NeverResets, 2, num_workers=0, faults=Faults(on_env_error="reset"))
+    with envs, pytest.raises(KeyError, match="broken"):
+        envs.evaluate(act, 6)
+
+
+class CannotClose(Uneven):
+    """Raises when it is closed, once an episode has begun."""
+
+    def close(self) -> None:
+        if self.seed >= 0:
+            raise OSError("gone")
+
+
+def test_environments_that_cannot_be_closed_do_not_end_an_evaluation_that_needs_fewer() -> None:
+    with ClusterEnv(CannotClose, 3, num_workers=0) as envs:
+        envs.evaluate(act, 5)
+        assert len(envs.evaluate(act, 5, num_envs=1)) == 5
 
 
 def test_a_policy_that_raises_is_told_and_the_next_evaluation_works(remote: Backend) -> None:
