@@ -22,8 +22,10 @@ from torch import nn
 
 from clusterenv import ClusterEnv, Faults
 from clusterenv.adapters.torch import TorchPolicy
-from clusterenv.errors import ConfigError, JournalError, WorkerLost
+from clusterenv.errors import ConfigError, JournalError, WireError, WorkerLost
 from clusterenv.head.dealer import Dealer
+from clusterenv.head.evaluating import read_finished
+from clusterenv.wire import values
 from tests.conftest import Backend, descendants, wait_until_gone
 from tests.script import ROOT
 from tests.uneven import KillsItsWorker, SignalsTheHead, Uneven, act, play_plainly, rows_of
@@ -332,7 +334,7 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
 @given(st.integers(1, 60), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 2**32))
 def test_whatever_happens_to_players_each_episode_is_over_once(count: int, sizes: list[int], seed: int) -> None:
     chance = random.Random(seed)
-    dealer = Dealer(range(count), len(sizes))
+    dealer = Dealer(range(count), len(sizes), max_steps=10**6)
     queues: list[list[int]] = [[] for _ in sizes]
     over: list[int] = []
     while dealer.num_left:
@@ -354,8 +356,41 @@ def test_whatever_happens_to_players_each_episode_is_over_once(count: int, sizes
 
 
 def test_a_player_that_speaks_of_episodes_it_was_not_dealt_is_refused() -> None:
-    dealer = Dealer(range(4), 2)
+    dealer = Dealer(range(4), 2, 9)
     dealt = dealer.deal("a", 2)
     for finished, unstarted in (([3], []), ([], [2]), ([dealt[0], dealt[0]], [])):
         with pytest.raises(ValueError, match="is not among those it plays"):
-            Dealer(range(4), 2).accept("a", finished, unstarted)
+            Dealer(range(4), 2, 9).accept("a", finished, unstarted)
+
+
+def test_a_player_whose_episodes_get_nowhere_is_refused() -> None:
+    dealer = Dealer(range(4), 1, max_steps=3)
+    dealer.deal("a", 2)
+    dealer.accept("a", [], [])
+    dealer.accept("a", [0], [])
+    dealer.deal("a", 2)
+    with pytest.raises(ValueError, match="episode 1 must be over after 3 answers"):
+        dealer.accept("a", [], [])
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [[0, 1.0, 0, True, False, False], [0, 1.0, 8, True, False, False], [0, 1.0, 2**70, True, False, False]]
+    + [[0, 1.0, 3, False, False, False], [0, 1, 3, True, False, False], [0, 1.0, 3, 1, 0, 0]],
+)
+def test_what_cannot_be_said_of_an_episode_is_refused(lie: list[Any]) -> None:
+    info = values.dumps({})
+    assert read_finished([[0, 1.0, 7, True, False, False, info]], max_steps=7)[0].length == 7
+    with pytest.raises(WireError):
+        read_finished([[*lie, info]], max_steps=7)
+
+
+@pytest.mark.parametrize("change", [{"episode": -1}, {"length": 0}, {"length": 2**70}, {"truncated": "no"}])
+def test_a_line_that_no_episode_has_written_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "eval.jsonl"
+    with ClusterEnv(Uneven, 1, num_workers=0) as envs:
+        envs.evaluate(act, 1, resume=path)
+        header, line = lines_of(path)
+        path.write_text(f"{json.dumps(header)}\n{json.dumps({**line, **change})}\n")
+        with pytest.raises(ConfigError, match=r"Line 2 of .* is not an episode"):
+            envs.evaluate(act, 1, resume=path)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import time
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -163,7 +164,8 @@ def _play(
     if not left:
         return
     num_envs = min(num_envs, len(left))
-    playing = backend.play(plan, episodes, Dealer(left, max(1, min(num_envs, num_workers))), num_envs)
+    dealer = Dealer(left, max(1, min(num_envs, num_workers)), plan.max_steps)
+    playing = backend.play(plan, episodes, dealer, num_envs)
     total = sum(each.total for each in finished.values())
     with contextlib.closing(playing), Progress(len(episodes)) as progress:
         for group in playing:
@@ -193,8 +195,8 @@ def read_episodes(episodes: int | None, seed: Any, options: Any) -> tuple[list[E
         raise ConfigError(f"Seeds must be from 0 to 2**63 - 1, got {min(seeds)} to {max(seeds)}.")
     if options is None or isinstance(options, dict):
         each: Sequence[Any] = [options] * len(seeds)
-        if len(set(seeds)) != len(seeds):
-            twice = next(item for item in seeds if seeds.count(item) > 1)
+        twice, count = Counter(seeds).most_common(1)[0]
+        if count > 1:
             raise ConfigError(
                 f"Seed {twice} is given more than once: that episode would count twice. Leave it out, or give "
                 "options= as a list if the episodes differ in these."

@@ -24,6 +24,7 @@ from clusterenv.wire.messages import Episode
 
 _FORMAT = 1
 _MARK = "clusterenv_evaluation"
+_MAX_LENGTH = 2**63
 _DIGESTS = {
     "policy": "another policy, or other weights or code",
     "factory": "environments that were made by other code, or with other arguments",
@@ -141,7 +142,10 @@ class Journal:
                 )
 
     def _note(self, line: Mapping[str, Any]) -> None:
-        index = line["episode"]
+        index, length, ending = line["episode"], line["length"], (line["terminated"], line["truncated"])
+        kinds = list(map(type, (index, line["return"], length, *ending)))
+        if kinds != [int, float, int, bool, bool] or index < 0 or not 1 <= length < _MAX_LENGTH or not any(ending):
+            raise ValueError("there is no such episode")
         if index >= len(self._episodes):
             return  # Of a larger table than is asked for now.
         if line["seed"] != self._episodes[index].seed or line.get("options", "") != self._digests[index]:
@@ -151,13 +155,7 @@ class Journal:
             )
         info = line["info"] if "info" in line else values.loads(base64.b64decode(line["packed_info"]))
         self.finished[index] = Finished(
-            index,
-            float(line["return"]),
-            int(line["length"]),
-            bool(line["terminated"]),
-            bool(line["truncated"]),
-            bool(line.get("was_cut", False)),
-            info,
+            index, line["return"], length, *ending, was_cut=bool(line.get("was_cut", False)), info=info
         )
 
     def _write(self, line: Mapping[str, Any]) -> None:
