@@ -150,6 +150,27 @@ def test_an_episode_has_the_same_row_of_a_batch_whatever_runs_beside_it() -> Non
     assert all(table == tables[0] for table in tables)
 
 
+def by_normal(obs: Any, rng: Any) -> Any:
+    return (rng.normal(obs[:, 0], 0.5) > 0).astype(np.int64)
+
+
+def by_integers(obs: Any, rng: Any) -> Any:
+    return rng.integers(0, np.full(len(obs), 3))
+
+
+def by_uniform(obs: Any, rng: Any) -> Any:
+    return (rng.uniform(np.zeros(len(obs)), 1.0) < 0.5).astype(np.int64)
+
+
+@pytest.mark.parametrize("agent", [by_normal, by_integers, by_uniform])
+def test_choices_whose_number_follows_from_their_parameters_follow_from_the_seed(agent: Any) -> None:
+    tables = []
+    for num_envs in (1, 3, 8):
+        with ClusterEnv(Uneven, num_envs, num_workers=0) as envs:
+            tables.append(rows_of(envs.evaluate(agent, 20)))
+    assert tables[0] == tables[1] == tables[2]
+
+
 @pytest.mark.parametrize("make", [Dice, lambda: roll, lambda: Agent(3, 3)], ids=["a policy", "a function", "a network"])
 def test_random_choices_follow_from_an_episodes_seed_alone(make: Any) -> None:
     torch.manual_seed(1)
@@ -272,6 +293,23 @@ def test_training_goes_on_as_if_there_had_been_no_evaluation(backend: Backend, s
         )
         for expected, got in zip(without, with_them, strict=True):
             np.testing.assert_equal(got, expected)
+
+
+class TorchChance(Uneven):
+    """Draws from torch's own generator."""
+
+    def step(self, action: Any) -> Any:
+        obs, reward, *rest = super().step(action)
+        return obs, float(reward) + torch.rand(1).item(), *rest
+
+
+def test_torchs_generator_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    with ClusterEnv(TorchChance, 2, num_workers=0) as envs:
+        envs.evaluate(act, 5)
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_evaluations_use_as_many_environments_as_they_may(tmp_path: Path) -> None:

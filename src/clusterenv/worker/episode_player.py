@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -303,11 +304,15 @@ class _Batch:
 def _own_chance() -> Iterator[None]:
     """Leave the process's own generators as they were: environments may draw from them, and so may those beside."""
     python, numpy = random.getstate(), np.random.get_state()
+    torch = sys.modules.get("torch")
+    tensor = None if torch is None else torch.get_rng_state()
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        if torch is not None:
+            torch.set_rng_state(tensor)
 
 
 @contextlib.contextmanager
