@@ -121,6 +121,10 @@ class JaxPolicy:
         """Make all further random choices depend on this seed alone."""
         self._rng = np.random.default_rng(seed)
 
+    def use_generator(self, rng: np.random.Generator) -> None:
+        """Draw from this generator, where it is not the network that draws."""
+        self._rng = rng
+
     def initial_state(self, num_envs: int) -> State | None:
         return repeat_state(self._initial, num_envs)
 
