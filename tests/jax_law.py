@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -21,7 +22,7 @@ from gymnasium import spaces
 
 from clusterenv import AdaptiveSync, ClusterEnv, Rollout
 from clusterenv.adapters.jax import JaxPolicy
-from clusterenv.errors import PolicyError
+from clusterenv.errors import ConfigError, PolicyError
 from tests.any_space import AnySpace
 
 VECTOR = spaces.Box(-1.0, 1.0, (6,), np.float32)
@@ -382,6 +383,27 @@ def test_the_same_seed_gives_the_same_rollout() -> None:
 
 def linear(params: Any, obs: Any) -> Any:
     return obs @ params
+
+
+def test_the_choices_of_an_evaluation_follow_from_each_episodes_seed() -> None:
+    policy, tables = JaxPolicy(linear, jnp.ones((4, 2)), output="logits"), []
+    for num_envs in (1, 3):
+        with ClusterEnv("CartPole-v1", num_envs, num_workers=0) as envs:
+            tables.append(envs.evaluate(policy, 12).returns.tolist())
+    assert tables[0] == tables[1]
+
+
+def test_a_file_of_a_network_with_other_code_is_refused(tmp_path: Path) -> None:
+    params, path = jnp.ones((4, 2)), tmp_path / "eval.jsonl"
+    with ClusterEnv("CartPole-v1", 2, num_workers=0) as envs:
+        for episodes in (3, 4):
+            envs.evaluate(JaxPolicy(lambda params, obs: obs @ params, params, output="logits"), episodes, resume=path)
+        for other in (
+            JaxPolicy(lambda params, obs: -obs @ params, params, output="logits"),
+            JaxPolicy(lambda params, obs: obs @ params, params, output="q"),
+        ):
+            with pytest.raises(ConfigError, match="another policy, or other weights or code"):
+                envs.evaluate(other, 5, resume=path)
 
 
 def row_by_row(params: Any, obs: Any) -> Any:

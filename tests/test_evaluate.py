@@ -137,6 +137,40 @@ def test_a_networks_table_is_the_same_bit_for_bit_whatever_runs_beside_an_episod
     assert tables[0] == tables[1] == tables[2]
 
 
+def tell_row(obs: Any) -> Any:
+    """Choose by the row of the batch: kernels may compute some rows in other ways than others."""
+    return np.arange(len(obs)) % 3
+
+
+def test_an_episode_has_the_same_row_of_a_batch_whatever_runs_beside_it() -> None:
+    tables = []
+    for num_workers, num_envs in ((0, 1), (0, 3), (0, 19), (2, 5)):
+        with ClusterEnv(Uneven, num_envs, num_workers=num_workers) as envs:
+            tables.append(rows_of(envs.evaluate(tell_row, 60)))
+    assert all(table == tables[0] for table in tables)
+
+
+def by_normal(obs: Any, rng: Any) -> Any:
+    return (rng.normal(obs[:, 0], 0.5) > 0).astype(np.int64)
+
+
+def by_integers(obs: Any, rng: Any) -> Any:
+    return rng.integers(0, np.full(len(obs), 3))
+
+
+def by_uniform(obs: Any, rng: Any) -> Any:
+    return (rng.uniform(np.zeros(len(obs)), 1.0) < 0.5).astype(np.int64)
+
+
+@pytest.mark.parametrize("agent", [by_normal, by_integers, by_uniform])
+def test_choices_whose_number_follows_from_their_parameters_follow_from_the_seed(agent: Any) -> None:
+    tables = []
+    for num_envs in (1, 3, 8):
+        with ClusterEnv(Uneven, num_envs, num_workers=0) as envs:
+            tables.append(rows_of(envs.evaluate(agent, 20)))
+    assert tables[0] == tables[1] == tables[2]
+
+
 @pytest.mark.parametrize("make", [Dice, lambda: roll, lambda: Agent(3, 3)], ids=["a policy", "a function", "a network"])
 def test_random_choices_follow_from_an_episodes_seed_alone(make: Any) -> None:
     torch.manual_seed(1)
@@ -200,6 +234,30 @@ def test_a_policy_is_given_the_masks_of_its_environments() -> None:
         assert len(envs.evaluate(obey, 20)) == 20
 
 
+class SometimesMasked(Masked):
+    """Has masks in some episodes only."""
+
+    def reset(self, **options: Any) -> Any:
+        obs, info = super().reset(**options)
+        self._has_masks = options["seed"] % 3 != 0
+        return obs, info if self._has_masks else {}
+
+    def step(self, action: Any) -> Any:
+        if not self._has_masks:
+            return self.env.step(action)
+        return super().step(action)
+
+
+def obey_if_told(obs: Any, action_mask: Any = None) -> Any:
+    return np.zeros(len(obs), np.int64) if action_mask is None else np.argmax(action_mask, axis=1)
+
+
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_masks_are_given_though_the_first_episode_has_none(num_envs: int) -> None:
+    with ClusterEnv(Uneven, num_envs, num_workers=0, wrappers=[SometimesMasked]) as envs:
+        assert len(envs.evaluate(obey_if_told, 20)) == 20
+
+
 def train(backend: Backend, sync: SyncRule | None, *, evaluates: bool, is_wrapped: bool = False) -> list[Any]:
     """Train a little; returns everything that a learner sees."""
     torch.manual_seed(0)
@@ -235,6 +293,23 @@ def test_training_goes_on_as_if_there_had_been_no_evaluation(backend: Backend, s
         )
         for expected, got in zip(without, with_them, strict=True):
             np.testing.assert_equal(got, expected)
+
+
+class TorchChance(Uneven):
+    """Draws from torch's own generator."""
+
+    def step(self, action: Any) -> Any:
+        obs, reward, *rest = super().step(action)
+        return obs, float(reward) + torch.rand(1).item(), *rest
+
+
+def test_torchs_generator_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    with ClusterEnv(TorchChance, 2, num_workers=0) as envs:
+        envs.evaluate(act, 5)
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_evaluations_use_as_many_environments_as_they_may(tmp_path: Path) -> None:
@@ -319,6 +394,52 @@ def test_an_environment_that_may_raise_truncates_its_episode(backend: Backend) -
     assert rows_of(evaluation)[:7] + rows_of(evaluation)[8:] == expected[:7] + expected[8:]
     assert (evaluation.lengths[7], evaluation.truncated[7]) == (3, True)
     assert "KeyError" in evaluation.final_infos[7]["env_error"]
+
+
+class RaisesOften(Uneven):
+    """Raises in the first step of many episodes."""
+
+    def step(self, action: Any) -> Any:
+        if self.seed < 9:
+            raise KeyError("broken")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_how_often_an_environment_may_raise_is_counted_per_episode(num_envs: int) -> None:
+    with ClusterEnv(RaisesOften, num_envs, num_workers=0, faults=Faults(on_env_error="reset")) as envs:
+        evaluation = envs.evaluate(act, 15)
+    assert evaluation.lengths[:9].tolist() == [1] * 9
+    assert rows_of(evaluation)[9:] == play_plainly(Uneven(), act, range(9, 15))
+
+
+class NeverResets(Uneven):
+    """Cannot begin one of its episodes."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if seed == 3:
+            raise KeyError("broken")
+        return super().reset(seed=seed, options=options)
+
+
+def test_an_episode_that_cannot_begin_is_not_tried_for_ever() -> None:
+    envs = ClusterEnv(NeverResets, 2, num_workers=0, faults=Faults(on_env_error="reset"))
+    with envs, pytest.raises(KeyError, match="broken"):
+        envs.evaluate(act, 6)
+
+
+class CannotClose(Uneven):
+    """Raises when it is closed, once an episode has begun."""
+
+    def close(self) -> None:
+        if self.seed >= 0:
+            raise OSError("gone")
+
+
+def test_environments_that_cannot_be_closed_do_not_end_an_evaluation_that_needs_fewer() -> None:
+    with ClusterEnv(CannotClose, 3, num_workers=0) as envs:
+        envs.evaluate(act, 5)
+        assert len(envs.evaluate(act, 5, num_envs=1)) == 5
 
 
 def test_a_policy_that_raises_is_told_and_the_next_evaluation_works(remote: Backend) -> None:

@@ -15,12 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from clusterenv import ClusterEnv, Faults
-from clusterenv.errors import ConfigError, JournalError, WorkerLost
+from clusterenv.adapters.torch import TorchPolicy
+from clusterenv.errors import ConfigError, JournalError, WireError, WorkerLost
 from clusterenv.head.dealer import Dealer
+from clusterenv.head.evaluating import read_finished
+from clusterenv.wire import values
 from tests.conftest import Backend, descendants, wait_until_gone
 from tests.script import ROOT
 from tests.uneven import KillsItsWorker, SignalsTheHead, Uneven, act, play_plainly, rows_of
@@ -123,11 +128,9 @@ def test_an_evaluation_whose_head_was_killed_goes_on_where_it_was(tmp_path: Path
     with ClusterEnv(Uneven, 3, num_workers=0) as envs, pytest.raises(ConfigError, match="another evaluation"):
         envs.evaluate(act, 60, resume=path)  # Made by another factory, as far as that can be known.
 
-    def make() -> Uneven:
-        return Uneven()
-
-    make.__qualname__ = "make"
-    with ClusterEnv(make, 3, num_workers=0) as envs:
+    script: dict[str, Any] = {"Uneven": Uneven, "mishap": None}
+    exec("def make():\n    return Uneven(mishap)\n", script)
+    with ClusterEnv(script["make"], 3, num_workers=0) as envs:
         evaluation = envs.evaluate(act, 60, resume=path)
     assert evaluation.manifest["resumed_episodes"] == num_kept
     assert rows_of(evaluation) == play_plainly(Uneven(), act, range(60))
@@ -159,12 +162,123 @@ def test_a_file_of_another_evaluation_is_refused(tmp_path: Path, change: dict[st
     assert path.read_bytes() == before
 
 
+def nested(is_flipped: bool) -> Any:
+    if is_flipped:
+        return lambda obs: np.array([(lambda row: int(row[0] < 0))(row) for row in obs])
+    return lambda obs: np.array([(lambda row: int(row[0] > 0))(row) for row in obs])
+
+
+def with_default(action: int) -> Any:
+    def choose(obs: Any, *, action: int = action) -> Any:
+        return np.full(len(obs), action)
+
+    return choose
+
+
+def with_functions(action: int) -> Any:
+    if action:
+        return TorchPolicy(nn.Linear(3, 3), act=lambda module, obs: obs.argmax(1))
+    return TorchPolicy(nn.Linear(3, 3), act=lambda module, obs: obs.argmin(1))
+
+
+@pytest.mark.parametrize("make", [nested, with_default, with_functions])
+def test_a_file_of_an_agent_with_other_code_is_refused(tmp_path: Path, make: Any) -> None:
+    path = tmp_path / "eval.jsonl"
+    with ClusterEnv(Uneven, 1, num_workers=0) as envs:
+        torch.manual_seed(0)
+        envs.evaluate(make(0), 3, resume=path)
+        torch.manual_seed(0)
+        assert envs.evaluate(make(0), 4, resume=path).manifest["resumed_episodes"] == 3
+        torch.manual_seed(0)
+        with pytest.raises(ConfigError, match="another policy, or other weights or code"):
+            envs.evaluate(make(1), 5, resume=path)
+
+
+def closed_over(seed: int) -> Any:
+    return lambda: Shifted(seed)
+
+
+def by_default(seed: int) -> Any:
+    return lambda seed=seed: Shifted(seed)
+
+
+class Shifted(Uneven):
+    """Has an argument."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.shift = shift
+
+
+@pytest.mark.parametrize("make", [closed_over, by_default])
+def test_a_file_of_environments_that_are_made_otherwise_is_refused(tmp_path: Path, make: Any) -> None:
+    path = tmp_path / "eval.jsonl"
+    for _ in range(2):
+        with ClusterEnv(make(1), 1, num_workers=0) as envs:
+            envs.evaluate(act, 3, resume=path)
+    with (
+        ClusterEnv(make(2), 1, num_workers=0) as envs,
+        pytest.raises(ConfigError, match="made by other code, or with other arguments"),
+    ):
+        envs.evaluate(act, 3, resume=path)
+
+
+ANEW = """
+import sys
+import numpy as np
+from clusterenv import ClusterEnv
+from tests.uneven import Uneven
+
+class Goal:
+    def __init__(self):
+        self.place = 3
+
+colours = {"red", "green", "blue", "white"}
+
+def make():
+    names = {"north", "south", "east", "west"}
+    def agent(obs, mode="lean"):
+        return np.full(len(obs), int(mode in {"lean", "left", "right", "tilt"} and "up" not in names))
+    return agent
+
+if __name__ == "__main__":
+    is_first = sys.argv[2] == "1"
+    options = {"colours": colours, "goal": Goal(), "low": 1, "bonus": 2.0}
+    if not is_first:
+        options = dict(reversed(options.items()))
+    with ClusterEnv(lambda: Uneven(colours and None), 2, num_workers=0) as envs:
+        table = envs.evaluate(make(), 5, options=options, resume=sys.argv[1])
+    assert table.manifest["resumed_episodes"] == (0 if is_first else 5)
+"""
+
+
+def test_an_evaluation_goes_on_in_another_process(tmp_path: Path) -> None:
+    for number in ("1", "2"):
+        arguments = [sys.executable, "-c", ANEW, str(tmp_path / "eval.jsonl"), number]
+        environment = {**os.environ, "PYTHONHASHSEED": number}
+        ended = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, timeout=100, check=False)
+        assert ended.returncode == 0, ended.stderr.decode()
+
+
+def test_options_that_cannot_be_compared_are_refused() -> None:
+    class Odd:
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            if protocol == 2:
+                raise TypeError("only some ways")
+            return super().__reduce_ex__(protocol)
+
+    with ClusterEnv(Uneven, 1, num_workers=0) as envs, pytest.raises(ConfigError, match=r"options hold a .*Odd"):
+        envs.evaluate(act, 1, options={"odd": Odd()})
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (b"hello\n", "Line 1 of .* is not JSON"),
         (b"[]\n", "Line 1 of .* is not a line"),
         (b"{}\n", "is not a file of evaluate"),
+        (b'{"results": "precious"}', "is not a file of evaluate"),
+        (b"one line\nand half a", "Line 1 of .* is not JSON"),
         (None, "Line 3 of .* is not an episode"),
     ],
 )
@@ -180,6 +294,17 @@ def test_a_file_that_is_none_of_ours_is_refused_and_left_as_it_is(
         with pytest.raises(ConfigError, match=words):
             envs.evaluate(act, 3, resume=path)
     assert path.read_bytes() == content
+
+
+def test_a_file_whose_first_line_was_half_written_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "eval.jsonl"
+    with ClusterEnv(Uneven, 1, num_workers=0) as envs:
+        envs.evaluate(act, 3, resume=path)
+        whole = path.read_bytes()
+        for length in (0, 1, whole.index(b"\n")):
+            path.write_bytes(whole[:length])
+            assert envs.evaluate(act, 3, resume=path).manifest["resumed_episodes"] == 0
+            assert path.read_bytes() == whole
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -209,7 +334,7 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
 @given(st.integers(1, 60), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 2**32))
 def test_whatever_happens_to_players_each_episode_is_over_once(count: int, sizes: list[int], seed: int) -> None:
     chance = random.Random(seed)
-    dealer = Dealer(range(count), len(sizes))
+    dealer = Dealer(range(count), len(sizes), max_steps=10**6)
     queues: list[list[int]] = [[] for _ in sizes]
     over: list[int] = []
     while dealer.num_left:
@@ -231,8 +356,41 @@ def test_whatever_happens_to_players_each_episode_is_over_once(count: int, sizes
 
 
 def test_a_player_that_speaks_of_episodes_it_was_not_dealt_is_refused() -> None:
-    dealer = Dealer(range(4), 2)
+    dealer = Dealer(range(4), 2, 9)
     dealt = dealer.deal("a", 2)
     for finished, unstarted in (([3], []), ([], [2]), ([dealt[0], dealt[0]], [])):
         with pytest.raises(ValueError, match="is not among those it plays"):
-            Dealer(range(4), 2).accept("a", finished, unstarted)
+            Dealer(range(4), 2, 9).accept("a", finished, unstarted)
+
+
+def test_a_player_whose_episodes_get_nowhere_is_refused() -> None:
+    dealer = Dealer(range(4), 1, max_steps=3)
+    dealer.deal("a", 2)
+    dealer.accept("a", [], [])
+    dealer.accept("a", [0], [])
+    dealer.deal("a", 2)
+    with pytest.raises(ValueError, match="episode 1 must be over after 3 answers"):
+        dealer.accept("a", [], [])
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [[0, 1.0, 0, True, False, False], [0, 1.0, 8, True, False, False], [0, 1.0, 2**70, True, False, False]]
+    + [[0, 1.0, 3, False, False, False], [0, 1, 3, True, False, False], [0, 1.0, 3, 1, 0, 0]],
+)
+def test_what_cannot_be_said_of_an_episode_is_refused(lie: list[Any]) -> None:
+    info = values.dumps({})
+    assert read_finished([[0, 1.0, 7, True, False, False, info]], max_steps=7)[0].length == 7
+    with pytest.raises(WireError):
+        read_finished([[*lie, info]], max_steps=7)
+
+
+@pytest.mark.parametrize("change", [{"episode": -1}, {"length": 0}, {"length": 2**70}, {"truncated": "no"}])
+def test_a_line_that_no_episode_has_written_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "eval.jsonl"
+    with ClusterEnv(Uneven, 1, num_workers=0) as envs:
+        envs.evaluate(act, 1, resume=path)
+        header, line = lines_of(path)
+        path.write_text(f"{json.dumps(header)}\n{json.dumps({**line, **change})}\n")
+        with pytest.raises(ConfigError, match=r"Line 2 of .* is not an episode"):
+            envs.evaluate(act, 1, resume=path)

@@ -208,7 +208,7 @@ class Inline:
             ]
             answer, unstarted = self._shard.play(begun, num_envs, tasks, _ANSWER_S)
             begun = None
-            finished = read_finished(answer)
+            finished = read_finished(answer, plan.max_steps)
             dealer.accept(worker, [each.index for each in finished], unstarted)
             yield finished
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,15 +19,16 @@ from gymnasium import Space
 
 from clusterenv.config import whole_number
 from clusterenv.errors import ConfigError
+from clusterenv.evaluation.digest import digest_of, digest_of_code
 from clusterenv.evaluation.journal import Journal
 from clusterenv.evaluation.manifest import describe_here
 from clusterenv.evaluation.progress import Progress
 from clusterenv.evaluation.result import Evaluation
 from clusterenv.head.dealer import Dealer
 from clusterenv.head.evaluating import Finished
+from clusterenv.policy.contents import VALUES, Contents
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.weights import WeightsSpec
-from clusterenv.wire import values
 from clusterenv.wire.assignment import EnvFactory, EvaluationPlan
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.messages import Episode
@@ -116,10 +117,11 @@ def evaluate(backend: PlayingBackend, scene: Scene, policy: Policy, agent: objec
     settings = {
         "env": scene.env_name,
         "made_by": scene.made_by,
-        "policy": identify(agent, spec, weights),
+        "factory": digest_of_code(scene.factory, has_state=True),
+        "policy": identify(policy, agent),
         "max_steps": max_steps,
         "deterministic": wish.deterministic,
-        "values": digest_of(dict(wish.values)) if wish.values else "",
+        "values": digest_of(dict(wish.values), "values") if wish.values else "",
     }
     with contextlib.ExitStack() as stack:
         journal = None
@@ -162,7 +164,8 @@ def _play(
     if not left:
         return
     num_envs = min(num_envs, len(left))
-    playing = backend.play(plan, episodes, Dealer(left, max(1, min(num_envs, num_workers))), num_envs)
+    dealer = Dealer(left, max(1, min(num_envs, num_workers)), plan.max_steps)
+    playing = backend.play(plan, episodes, dealer, num_envs)
     total = sum(each.total for each in finished.values())
     with contextlib.closing(playing), Progress(len(episodes)) as progress:
         for group in playing:
@@ -192,8 +195,8 @@ def read_episodes(episodes: int | None, seed: Any, options: Any) -> tuple[list[E
         raise ConfigError(f"Seeds must be from 0 to 2**63 - 1, got {min(seeds)} to {max(seeds)}.")
     if options is None or isinstance(options, dict):
         each: Sequence[Any] = [options] * len(seeds)
-        if len(set(seeds)) != len(seeds):
-            twice = next(item for item in seeds if seeds.count(item) > 1)
+        twice, count = Counter(seeds).most_common(1)[0]
+        if count > 1:
             raise ConfigError(
                 f"Seed {twice} is given more than once: that episode would count twice. Leave it out, or give "
                 "options= as a list if the episodes differ in these."
@@ -205,27 +208,21 @@ def read_episodes(episodes: int | None, seed: Any, options: Any) -> tuple[list[E
     else:
         raise ConfigError(f"options must be a dict, or a list with one per episode, got {options!r}.")
     pickled: dict[int, bytes] = {id(item): cloudpickle.dumps(item) for item in each if item is not None}
-    digests = {id(item): digest_of(item) for item in each if item is not None}
+    digests = {id(item): digest_of(item, "options") for item in each if item is not None}
     return (
         [Episode(index, seeds[index], pickled.get(id(item))) for index, item in enumerate(each)],
         [digests.get(id(item), "") for item in each],
     )
 
 
-def identify(agent: object, spec: WeightsSpec, weights: bytes) -> str:
-    """Return what tells an agent from others: its weights, what kind of object it is and, of a function, its code."""
-    found = hashlib.sha256(weights)
-    kind = type(agent)
-    found.update(repr((kind.__module__, kind.__qualname__, spec)).encode())
-    if (function := getattr(agent, "__code__", None)) is not None:
-        found.update(function.co_code + repr((function.co_names, function.co_varnames)).encode())
-        found.update(repr([item for item in function.co_consts if not hasattr(item, "co_code")]).encode())
-    return found.hexdigest()[:16]
-
-
-def digest_of(value: object) -> str:
-    """Return what tells a value from others, in this process or another one."""
-    return hashlib.sha256(values.dumps(value)).hexdigest()[:16]
+def identify(policy: Policy, agent: object) -> str:
+    """Return what tells an agent from others: its weights, what kind of object it is, and the code of its functions."""
+    arrays = {name: array for name, array in policy.weights().items() if name != VALUES}
+    contents: Contents | None = getattr(policy, "contents", None)
+    # Not as they are sent: how a set is pickled differs from process to process.
+    plain = [] if contents is None else contents.read_plain()
+    code = digest_of_code(agent if contents is None else contents.payload, has_state=False)
+    return digest_of_code([type(agent), arrays, plain, code], has_state=True)
 
 
 def _count_envs(num_envs: int | None, usual: int) -> int:

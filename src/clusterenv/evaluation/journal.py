@@ -24,6 +24,11 @@ from clusterenv.wire.messages import Episode
 
 _FORMAT = 1
 _MARK = "clusterenv_evaluation"
+_MAX_LENGTH = 2**63
+_DIGESTS = {
+    "policy": "another policy, or other weights or code",
+    "factory": "environments that were made by other code, or with other arguments",
+}
 
 
 class Journal:
@@ -100,13 +105,14 @@ class Journal:
     def _read(self, header: Mapping[str, Any]) -> None:
         self._file.seek(0)
         data = self._file.read()
-        complete, _, torn = data.rpartition(b"\n")
-        if torn:  # A crash has left half a line behind. What is appended must not become the other half.
-            self._file.truncate(len(data) - len(torn))
-        lines = complete.split(b"\n") if complete else []
-        if not lines:
+        complete, newline, torn = data.rpartition(b"\n")
+        if not newline:
+            if not _encode(header).startswith(torn):
+                raise ConfigError(f"{self._path} is not a file of evaluate(resume=...): give the name of a new one.")
+            self._drop_torn(data, torn)
             self._write(header)
             return
+        lines = complete.split(b"\n")
         self._check_header(_parse(lines[0], self._path, 1), json.loads(json.dumps(header)))
         for number, text in enumerate(lines[1:], 2):
             line = _parse(text, self._path, number)
@@ -116,21 +122,30 @@ class Journal:
                 raise
             except (KeyError, TypeError, ValueError, binascii.Error) as error:
                 raise ConfigError(f"Line {number} of {self._path} is not an episode of an evaluation.") from error
+        self._drop_torn(data, torn)  # Not before it is known that the file is ours.
+
+    def _drop_torn(self, data: bytes, torn: bytes) -> None:
+        """Remove half a line that a crash has left behind: what is appended must not become the other half."""
+        if torn:
+            self._file.truncate(len(data) - len(torn))
 
     def _check_header(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         if _MARK not in found:
             raise ConfigError(f"{self._path} is not a file of evaluate(resume=...): give the name of a new one.")
         for name in wanted:
             if found.get(name) != wanted[name]:
-                what = "another policy, or other weights" if name == "policy" else f"{name}={found.get(name)!r}"
-                now = "" if name == "policy" else f", and not {wanted[name]!r}"
+                what, now = _DIGESTS.get(name, f"{name}={found.get(name)!r}"), f", and not {wanted[name]!r}"
+                now = "" if name in _DIGESTS else now
                 raise ConfigError(
                     f"{self._path} holds episodes of {what}{now}: this is another evaluation. Give resume= the name of "
                     "a new file."
                 )
 
     def _note(self, line: Mapping[str, Any]) -> None:
-        index = line["episode"]
+        index, length, ending = line["episode"], line["length"], (line["terminated"], line["truncated"])
+        kinds = list(map(type, (index, line["return"], length, *ending)))
+        if kinds != [int, float, int, bool, bool] or index < 0 or not 1 <= length < _MAX_LENGTH or not any(ending):
+            raise ValueError("there is no such episode")
         if index >= len(self._episodes):
             return  # Of a larger table than is asked for now.
         if line["seed"] != self._episodes[index].seed or line.get("options", "") != self._digests[index]:
@@ -140,18 +155,12 @@ class Journal:
             )
         info = line["info"] if "info" in line else values.loads(base64.b64decode(line["packed_info"]))
         self.finished[index] = Finished(
-            index,
-            float(line["return"]),
-            int(line["length"]),
-            bool(line["terminated"]),
-            bool(line["truncated"]),
-            bool(line.get("was_cut", False)),
-            info,
+            index, line["return"], length, *ending, was_cut=bool(line.get("was_cut", False)), info=info
         )
 
     def _write(self, line: Mapping[str, Any]) -> None:
         try:
-            data = json.dumps(line).encode() + b"\n"
+            data = _encode(line)
             while data:  # Of what does not fit on a disk, as much is written as does.
                 data = data[self._file.write(data) :]
         except OSError as error:
@@ -159,6 +168,10 @@ class Journal:
                 f"An episode could not be written to {self._path}: {error.strerror}. All before it are there: call "
                 "evaluate() with the same resume= again when that is mended."
             ) from error
+
+
+def _encode(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line).encode() + b"\n"
 
 
 def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:

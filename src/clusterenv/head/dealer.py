@@ -17,16 +17,18 @@ class Dealer:
         losses: How often each episode was under way, or about to be, with a player that was lost.
     """
 
-    def __init__(self, episodes: Iterable[int], num_players: int) -> None:
+    def __init__(self, episodes: Iterable[int], num_players: int, max_steps: int) -> None:
         """Deal these.
 
         Args:
             episodes: Their indices, in the order in which to play them.
             num_players: Among how many.
+            max_steps: How long one may be. By each answer, every episode under way is a step further.
         """
         self._waiting = deque(episodes)
         self._num_players = num_players
-        self._held: dict[Hashable, set[int]] = {}
+        self._max_steps = max_steps
+        self._held: dict[Hashable, dict[int, int]] = {}  # By episode, how many answers came while it was under way.
         self._pace: dict[Hashable, int] = {}
         self.num_left = len(self._waiting)
         self.losses: Counter[int] = Counter()
@@ -37,25 +39,30 @@ class Dealer:
 
     def deal(self, player: Hashable, num_envs: int) -> list[int]:
         """Return the episodes that a player with so many environments is to play besides those it has begun."""
-        held = self._held.setdefault(player, set())
+        held = self._held.setdefault(player, {})
         ahead = min(2 * self._pace.get(player, 0), len(self._waiting) // (2 * self._num_players))
         count = max(0, min(len(self._waiting), num_envs + ahead - len(held)))
         dealt = [self._waiting.popleft() for _ in range(count)]
-        held.update(dealt)
+        held.update(dict.fromkeys(dealt, 0))
         return dealt
 
     def accept(self, player: Hashable, finished: Iterable[int], unstarted: Iterable[int]) -> None:
         """Take note of an answer.
 
         Raises:
-            ValueError: It speaks of an episode that the player was not dealt, or of one twice.
+            ValueError: It speaks of an episode that the player was not dealt, or of one twice; or one is under way that
+                must be over.
         """
-        held = self._held.setdefault(player, set())
+        held = self._held.setdefault(player, {})
         finished, unstarted = list(finished), list(unstarted)
         for index in (*finished, *unstarted):
             if index not in held:
                 raise ValueError(f"episode {index} is not among those it plays")
-            held.remove(index)
+            del held[index]
+        for index in held:
+            held[index] += 1
+            if held[index] >= self._max_steps:
+                raise ValueError(f"episode {index} must be over after {self._max_steps} answers, and it is not")
         self._waiting.extendleft(reversed(unstarted))
         self._pace[player] = len(finished)
         self.num_left -= len(finished)

@@ -94,7 +94,7 @@ class Evaluating(Acting):
                     if not pending.waiting:
                         del asked[worker]
                         self.wait_for(pending)
-                        yield self._read(worker, pending, dealer)
+                        yield self._read(worker, pending, dealer, plan.max_steps)
                 if not any(worker.is_ready for worker in shares) and any(map(self._may_never_come, shares)):
                     watch = watch or JoinWatch(self)
                     watch.look()
@@ -110,12 +110,12 @@ class Evaluating(Acting):
         sizes = [stop - start for start, stop in split_shards(num_envs, min(num_envs, len(present)))]
         return dict(zip(present, sizes, strict=False))
 
-    def _read(self, worker: Worker, pending: PendingCall, dealer: Dealer) -> list[Finished]:
+    def _read(self, worker: Worker, pending: PendingCall, dealer: Dealer, max_steps: int) -> list[Finished]:
         if pending.failed:
             raise failure_of(*pending.failed[0])
         with naming(worker):
             answer: Evaluated = expect(Evaluated, pending.replies[worker])
-            finished = read_finished(values.loads(answer.finished))
+            finished = read_finished(values.loads(answer.finished), max_steps)
             try:
                 dealer.accept(worker, [each.index for each in finished], answer.unstarted)
             except ValueError as error:
@@ -135,7 +135,7 @@ class Evaluating(Acting):
             )
 
 
-def read_finished(answer: Any) -> list[Finished]:
+def read_finished(answer: Any, max_steps: int) -> list[Finished]:
     """Check what a player says of the episodes that are over.
 
     Raises:
@@ -144,9 +144,11 @@ def read_finished(answer: Any) -> list[Finished]:
     finished = []
     for item in checked_list(answer):
         each = checked_list(item, len(fields(Finished)))
-        if list(map(type, each)) != [int, float, int, bool, bool, bool, bytes] or each[2] < 0:
+        if list(map(type, each)) != [int, float, int, bool, bool, bool, bytes]:
             raise WireError("What it says of an episode is malformed.")
         index, total, length, terminated, truncated, was_cut, info = each
+        if not 1 <= length <= max_steps or not (terminated or truncated):
+            raise WireError("What it says of an episode's end cannot be.")
         ending = terminated, truncated, was_cut
         finished.append(Finished(index, total, length, *ending, checked_dict(values.loads(info))))
     return finished

@@ -168,6 +168,10 @@ class Contents:
         """Return the plain values, to be compared with those of another time."""
         return self._last_values
 
+    def read_plain(self) -> list[tuple[str, Any]]:
+        """Return the plain values themselves, each with where it is kept."""
+        return [(path, place.read()) for place, path in self._slots]
+
     def announce(self) -> None:
         """Take for changed what cannot be compared: if there is any, the next call sends everything anew."""
         self.generation += self._is_blind

@@ -44,8 +44,10 @@ class EpisodeGenerator(np.random.Generator):
         return self._uniform(shape)
 
     def uniform(self, low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
-        shape = self._rows_of(size)
-        return super().uniform(low, high, size) if shape is None else low + (high - low) * self._uniform(shape)
+        shape = self._rows_of(size, low, high)
+        if shape is None:
+            return super().uniform(low, high, size)
+        return low + np.subtract(high, low) * self._uniform(shape)
 
     def standard_normal(self, size: Any = None, dtype: Any = np.float64, out: Any = None) -> Any:
         shape = self._rows_of(size)
@@ -56,22 +58,27 @@ class EpisodeGenerator(np.random.Generator):
         return drawn.astype(dtype, copy=False)
 
     def normal(self, loc: Any = 0.0, scale: Any = 1.0, size: Any = None) -> Any:
-        if self._rows_of(size) is None:
+        shape = self._rows_of(size, loc, scale)
+        if shape is None:
             return super().normal(loc, scale, size)
-        return loc + scale * self.standard_normal(size)
+        return loc + np.multiply(scale, self.standard_normal(shape))
 
     def integers(
         self, low: Any, high: Any = None, size: Any = None, dtype: Any = np.int64, endpoint: bool = False
     ) -> Any:
-        shape = self._rows_of(size)
+        shape = self._rows_of(size, low, 0 if high is None else high)
         if shape is None:
             return super().integers(low, high, size, dtype, endpoint)
         least, end = (0, low) if high is None else (low, high)
-        return (least + np.floor(self._uniform(shape) * (end + endpoint - least))).astype(dtype)
+        width = np.subtract(end, least) + endpoint
+        return (least + np.floor(self._uniform(shape) * width)).astype(dtype)
 
-    def _rows_of(self, size: Any) -> tuple[int, ...] | None:
-        """Return a size whose first axis counts the rows; None for any other."""
-        shape = (size,) if isinstance(size, int | np.integer) else tuple(size or ())
+    def _rows_of(self, size: Any, *parameters: Any) -> tuple[int, ...] | None:
+        """Return a size, or the one that parameters have together, if its first axis counts the rows; else None."""
+        if size is None:
+            shape = np.broadcast_shapes(*map(np.shape, parameters))
+        else:
+            shape = (size,) if isinstance(size, int | np.integer) else tuple(size)
         return shape if shape and shape[0] == len(self._starts) else None
 
     def _uniform(self, shape: tuple[int, ...]) -> NDArray[np.float64]:

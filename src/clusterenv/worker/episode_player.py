@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,11 @@ from clusterenv.worker.observation_writer import ObservationWriter
 log = logging.getLogger(__name__)
 
 ROWS = 8
-"""How many rows the policy decides for at a time, always: what a row's result is may depend on their number."""
+"""How many rows the policy decides for at a time, always: what a row's result is may depend on their number.
+
+It may depend on which row it is, too: to the last bits, kernels compute some rows in other ways than others. Episode i
+therefore always has row i modulo `ROWS`.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,8 @@ class EpisodePlayer:
         self._spaces = spaces
         self._forgives = forgives
         self._tick = tick
+        self._seats: list[_Seat] = []
+        self._free: list[_Seat] = []
         self._batches: list[_Batch] = []
 
     def begin(self, plan: EvaluationPlan, num_envs: int) -> None:
@@ -79,23 +86,20 @@ class EpisodePlayer:
             policy: Policy = plan.policy
             policy.load(plan.weights_spec.decode(plan.weights))
             policy.seed(plan.seed)
-            envs = [env for batch in self._batches for env in batch.usable_envs()]
-            # In one batch, for now, so that all are closed should one of them fail to be made.
-            self._batches = [_Batch(envs, self._spaces, self._forgives, self._tick)]
-            for env in envs[num_envs:]:
-                env.close()
-            del envs[num_envs:]
+            for seat in self._seats:
+                if seat.is_broken:
+                    _close(seat.env)
+            self._seats = [seat for seat in self._seats if not seat.is_broken]
+            while len(self._seats) > num_envs:
+                _close(self._seats.pop().env)
             self.is_stepping = True
-            while len(envs) < num_envs:
-                envs.append(make_env(plan.factory))
+            while len(self._seats) < num_envs:
+                self._seats.append(_Seat(make_env(plan.factory)))
                 self._tick()
-                check_spaces(envs[-1].observation_space, envs[-1].action_space, self._spaces)
-            self._batches = [
-                _Batch(envs[start : start + ROWS], self._spaces, self._forgives, self._tick)
-                for start in range(0, num_envs, ROWS)
-            ]
-            for batch in self._batches:
-                batch.begin(plan)
+                env = self._seats[-1].env
+                check_spaces(env.observation_space, env.action_space, self._spaces)
+            self._free = self._seats[::-1]
+            self._plan, self._batches = plan, []
 
     def play(self, tasks: Sequence[Task], limit_s: float) -> tuple[list[list[Any]], list[int]]:
         """Play until the time is up, or an environment is free and there is something to report.
@@ -112,28 +116,38 @@ class EpisodePlayer:
         deadline = time.monotonic() + limit_s
         with self._closing_after_errors(), _own_chance():
             while True:
+                self.is_stepping = True
+                while queue and self._free:
+                    self._start_one(queue)
                 for batch in self._batches:
-                    self.is_stepping = True
-                    while queue and batch.has_room:
-                        batch.start(queue.popleft())
                     if batch.num_under_way:
                         self.is_stepping = False
                         actions = batch.decide()
                         self.is_stepping = True
-                        batch.step(actions, finished)
+                        self._free += batch.step(actions, finished)
                         self._tick()
-                has_room = any(batch.has_room for batch in self._batches)
-                is_idle = not any(batch.num_under_way for batch in self._batches)
-                if time.monotonic() >= deadline or (not queue and has_room and (finished or is_idle)):
+                is_idle = len(self._free) == len(self._seats)
+                if time.monotonic() >= deadline or (not queue and self._free and (finished or is_idle)):
                     break
         return finished, [task.index for task in queue]
 
     def close(self) -> None:
         """Close the environments, even if one of them fails to."""
-        batches, self._batches = self._batches, []
-        for batch in batches:
-            for env in batch.envs:
-                _close(env)
+        seats, self._seats, self._free, self._batches = self._seats, [], [], []
+        for seat in seats:
+            _close(seat.env)
+
+    def _start_one(self, queue: deque[Task]) -> None:
+        """Start the first task whose row is free in a batch; if all rows that are wanted are taken, in a new batch."""
+        for batch in self._batches:
+            if batch.num_under_way < ROWS:
+                for position, task in enumerate(queue):
+                    if batch.is_free(task):
+                        del queue[position]
+                        batch.start(task, self._free.pop())
+                        return
+        self._batches.append(_Batch(self._plan, self._spaces, self._forgives, self._tick))
+        self._batches[-1].start(queue.popleft(), self._free.pop())
 
     @contextlib.contextmanager
     def _closing_after_errors(self) -> Iterator[None]:
@@ -146,22 +160,32 @@ class EpisodePlayer:
 
 
 @dataclass(eq=False)
+class _Seat:
+    """An environment, and whether it has raised, so that another one must take its place."""
+
+    env: Env[Any, Any]
+    is_broken: bool = False
+
+
+@dataclass(eq=False)
 class _UnderWay:
     task: Task
+    seat: _Seat
+    budget: ErrorBudget
     total: float = 0.0
     length: int = 0
 
 
 class _Batch:
-    """Up to `ROWS` environments, for which the policy decides at once.
+    """Up to `ROWS` episodes, for which the policy decides at once.
 
     Rows in which nothing is under way show what they showed last, or what another one shows.
     """
 
-    def __init__(self, envs: list[Env[Any, Any]], spaces: RunSpaces, forgives: bool, tick: Callable[[], None]) -> None:
-        self.envs = envs
+    def __init__(self, plan: EvaluationPlan, spaces: RunSpaces, forgives: bool, tick: Callable[[], None]) -> None:
         self.num_under_way = 0
         self._spaces = spaces
+        self._forgives = forgives
         self._tick = tick
         self._layout = Layout(spaces.observation_space)
         self._arrays: list[NDArray[Any] | None] = [
@@ -169,22 +193,7 @@ class _Batch:
         ]
         self._put = ObservationWriter(self._layout, self._arrays, ROWS).put
         self._choices = Choices(spaces.action_space, ROWS)
-        self._budget = ErrorBudget(ROWS, 0, forgives=forgives)
         self._rng = EpisodeGenerator(ROWS)
-        self._is_broken = [False] * len(envs)
-
-    def usable_envs(self) -> list[Env[Any, Any]]:
-        """Return the environments, without those that have raised: these are closed."""
-        for env, is_broken in zip(self.envs, self._is_broken, strict=True):
-            if is_broken:
-                _close(env)
-        return [env for env, is_broken in zip(self.envs, self._is_broken, strict=True) if not is_broken]
-
-    @property
-    def has_room(self) -> bool:
-        return self.num_under_way < len(self.envs)
-
-    def begin(self, plan: EvaluationPlan) -> None:
         self._policy: Policy = plan.policy
         self._use_generator = getattr(plan.policy, "use_generator", None)
         self._values: Mapping[str, Any] = plan.values
@@ -197,24 +206,26 @@ class _Batch:
         self._masks: NDArray[Any] | None = None
         self._has_begun = False
 
-    def start(self, task: Task) -> None:
-        """Reset a free environment for an episode."""
-        row = next(row for row in range(len(self.envs)) if self._rows[row] is None)
+    def is_free(self, task: Task) -> bool:
+        """Whether the row of an episode is free."""
+        return self._rows[task.index % ROWS] is None
+
+    def start(self, task: Task, seat: _Seat) -> None:
+        """Reset an environment for an episode."""
+        row = task.index % ROWS
+        playing = _UnderWay(task, seat, ErrorBudget(1, task.index, forgives=self._forgives))
         with _naming(task):
-            observation, info = self._reset(row, task)
+            observation, info = self._reset(playing)
             self._put(row, observation)
         self._tick()
         if not self._has_begun:  # The policy must not be shown what no environment has.
             self._has_begun = True
             for array in self._arrays:
                 array[:] = array[row]  # type: ignore[index]  # evaluations have leaves of fixed size only
-            mask = info.get(NAME)
-            if isinstance(mask, np.ndarray) and mask.ndim and mask.dtype.kind in "biu":
-                self._masks = np.ones((ROWS, *mask.shape), mask.dtype)
-        if self._masks is not None:
-            self._note_mask(self._masks, row, info)
+        if self._takes_masks:
+            self._note_mask(row, info)
         self._rng.restart(row, task.seed)
-        self._rows[row] = _UnderWay(task)
+        self._rows[row] = playing
         self.num_under_way += 1
 
     def decide(self) -> Any:
@@ -227,71 +238,81 @@ class _Batch:
             self._state = start_episodes(self._state, initial, self._is_idle)
             self._is_idle[:] = [row is None for row in self._rows]
         given = self._values
-        if self._takes_masks and self._masks is not None:
+        if self._masks is not None:
             given = {NAME: self._masks, **given}
         decision = self._policy.act(self._layout.nest(self._arrays), self._state, given)
         self._state = decision.state
         return self._choices.split(self._choices.check(decision))
 
-    def step(self, actions: Any, finished: list[list[Any]]) -> None:
-        """Step those that are under way, and add what is over to the list."""
-        self._budget.step += 1
-        rows, envs, put, max_steps = self._rows, self.envs, self._put, self._max_steps
+    def step(self, actions: Any, finished: list[list[Any]]) -> list[_Seat]:
+        """Step those that are under way, and add what is over to the list; returns whose environments are free."""
+        rows, put, max_steps, free = self._rows, self._put, self._max_steps, list[_Seat]()
         for row, action in enumerate(actions):
             playing = rows[row]
             if playing is None:
                 continue
             try:
-                observation, reward, terminated, truncated, info = envs[row].step(action)
+                observation, reward, terminated, truncated, info = playing.seat.env.step(action)
                 put(row, observation)
             except BaseException as error:
-                if not self._budget.forgive(row, error):
+                if not playing.budget.forgive(0, error):
                     _name(error, playing.task)
                     raise
-                self._is_broken[row] = True
-                reward, terminated, truncated, info = 0.0, False, True, {"env_error": self._budget.text}
+                playing.seat.is_broken = True
+                reward, terminated, truncated, info = 0.0, False, True, {"env_error": playing.budget.text}
             playing.total += float(reward)
             playing.length += 1
-            if self._masks is not None:
-                self._note_mask(self._masks, row, info)
+            if self._takes_masks:
+                self._note_mask(row, info)
             if terminated or truncated or playing.length >= max_steps:
                 was_cut = not (terminated or truncated)
                 ending = bool(terminated), bool(truncated) or was_cut, was_cut
                 # Encoded at once: environments may change an info that they have returned.
                 finished.append([playing.task.index, playing.total, playing.length, *ending, values.dumps(info)])
+                free.append(playing.seat)
                 rows[row] = None
                 self._is_idle[row] = True
                 self.num_under_way -= 1
+        return free
 
-    def _reset(self, row: int, task: Task) -> tuple[Any, dict[str, Any]]:
+    def _reset(self, playing: _UnderWay) -> tuple[Any, dict[str, Any]]:
+        seat, task = playing.seat, playing.task
         while True:
             try:
-                if self._is_broken[row]:
-                    _close(self.envs[row])
-                    self.envs[row] = make_env(self._factory)
-                    check_spaces(self.envs[row].observation_space, self.envs[row].action_space, self._spaces)
-                    self._is_broken[row] = False
+                if seat.is_broken:
+                    _close(seat.env)
+                    seat.env = make_env(self._factory)
+                    check_spaces(seat.env.observation_space, seat.env.action_space, self._spaces)
+                    seat.is_broken = False
                 options = None if task.options is None else dict(task.options)
-                return self.envs[row].reset(seed=task.seed, options=options)
+                return seat.env.reset(seed=task.seed, options=options)
             except BaseException as error:
-                if not self._budget.forgive(row, error):
+                if not playing.budget.forgive(0, error):
                     raise
-                self._is_broken[row] = True
+                seat.is_broken = True
 
-    def _note_mask(self, masks: NDArray[Any], row: int, info: Mapping[str, Any]) -> None:
+    def _note_mask(self, row: int, info: Mapping[str, Any]) -> None:
         mask = info.get(NAME)
-        masks[row] = mask if isinstance(mask, np.ndarray) and mask.shape == masks.shape[1:] else 1
+        if self._masks is None:
+            if not (isinstance(mask, np.ndarray) and mask.ndim and mask.dtype.kind in "biu"):
+                return
+            self._masks = np.ones((ROWS, *mask.shape), mask.dtype)
+        self._masks[row] = mask if isinstance(mask, np.ndarray) and mask.shape == self._masks.shape[1:] else 1
 
 
 @contextlib.contextmanager
 def _own_chance() -> Iterator[None]:
     """Leave the process's own generators as they were: environments may draw from them, and so may those beside."""
     python, numpy = random.getstate(), np.random.get_state()
+    torch = sys.modules.get("torch")
+    tensor = None if torch is None else torch.get_rng_state()
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        if torch is not None:
+            torch.set_rng_state(tensor)
 
 
 @contextlib.contextmanager

@@ -68,6 +68,10 @@ class ExportedPolicy:
     def seed(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
 
+    def use_generator(self, rng: np.random.Generator) -> None:
+        """Draw from this generator, where it is not the network that draws."""
+        self._rng = rng
+
     def initial_state(self, num_envs: int) -> State | None:
         return repeat_state(self._initial, num_envs)
 

@@ -64,7 +64,7 @@ class JaxPolicy:
         bounds = [None if value is None else np.asarray(value, np.float32).reshape(-1) for value in (scale, shift)]
         self._reader = Reader(output, initial_state is not None, *bounds)
         self._initial = None if initial_state is None else _as_state(initial_state(1))
-        self.contents = Contents(self._network, [_JaxArrays()])
+        self.contents = Contents([self._network, self._reader, self._initial], [_JaxArrays()])
         self._rng = np.random.default_rng()
         self._snapshot = _Snapshot.of(self._network, self.params)
         self._num_changes = self._num_restarts = 0
@@ -120,6 +120,10 @@ class JaxPolicy:
     def seed(self, seed: int) -> None:
         """Make all further random choices depend on this seed alone."""
         self._rng = np.random.default_rng(seed)
+
+    def use_generator(self, rng: np.random.Generator) -> None:
+        """Draw from this generator, where it is not the network that draws."""
+        self._rng = rng
 
     def initial_state(self, num_envs: int) -> State | None:
         return repeat_state(self._initial, num_envs)
