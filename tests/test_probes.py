@@ -138,7 +138,7 @@ def test_numbers_that_overflow_are_infinitely_far() -> None:
 
     obs = np.zeros((2, 1), np.float32)
     pool = Pool(form_of(Wide(), obs))
-    pool.add(Sample([obs], {}, {"mean": np.full((2, 1), 1e300), "log_std": np.zeros(1)}), at_most=512)
+    pool.add(Sample([obs], {}, {"mean": np.full((2, 1), 1e300), "log_std": np.zeros((2, 1))}), at_most=512)
     assert pool.diverges_from(Wide(), first) == np.inf
 
 
@@ -146,10 +146,9 @@ def test_a_policy_without_distribution_has_no_form() -> None:
     assert Form.of(FunctionPolicy(lambda obs: obs), np.zeros((2, 4)), None) is None
 
 
-def test_which_parameters_hold_for_all_states_is_seen_whatever_their_number() -> None:
+def test_deviations_have_a_row_for_each_state_even_where_they_are_the_same() -> None:
     gaussian = Fixed(DiagonalGaussian(np.zeros((N, 2), np.float32), np.zeros(2, np.float32)))
-    form = form_of(gaussian, np.arange(N)[:, None])  # Two actions, and of two states one cannot tell.
-    assert form.per_state == {"mean"}
+    assert form_of(gaussian, np.arange(N)[:, None]).per_state == {"mean", "log_std"}
 
 
 @given(st.integers(1, 100), st.integers(0, 300), st.integers(0, 2**32))
