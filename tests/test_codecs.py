@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from clusterenv.errors import WireError
 from clusterenv.wire import messages, values
+from clusterenv.wire.infos import check_infos
 from clusterenv.wire.messages import PROTOCOL, Join
 from tests import fuzz_codecs, hostile
 from tests.test_values import VALUES
@@ -182,3 +183,8 @@ def test_many_large_keys_that_do_not_collide_are_read() -> None:
     expected = {source.getrandbits(200): number for number in range(5000)} | {2.0**n: n for n in range(-1000, 1000)}
     assert values.loads(values.dumps(expected)) == expected
     assert values.loads(values.dumps(set(expected))) == set(expected)
+
+
+def test_an_info_whose_name_cannot_be_printed_is_refused() -> None:
+    with pytest.raises(WireError, match=r"info '\(of datetime64\)'"):
+        check_infos({np.ones(1, np.int64).view("M8")[0]: np.zeros(3)}, 2)

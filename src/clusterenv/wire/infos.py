@@ -63,7 +63,15 @@ def _check_info(key: Any, value: Any, num_rows: int, depth: int) -> None:
         for part in value.values() if isinstance(value, dict) else value:
             _check_info(key, part, num_rows, depth + 1)
         return
-    raise WireError(f"The info {str(key)[:100]!r} is not an array with a row for each of {num_rows} environments.")
+    raise WireError(f"The info {_name_of(key)!r} is not an array with a row for each of {num_rows} environments.")
+
+
+def _name_of(key: object) -> str:
+    """Return a key as text, for messages: a worker may have sent one of a kind that cannot be printed."""
+    try:
+        return str(key)[:100]
+    except ValueError:
+        return f"(of {type(key).__name__})"
 
 
 def _merge(key: str, shards: Sequence[ShardInfos], num_envs: int) -> Any:
@@ -72,7 +80,7 @@ def _merge(key: str, shards: Sequence[ShardInfos], num_envs: int) -> Any:
         return merge_infos(shards, num_envs)
     if len(kinds) > 1 or (kinds == {tuple} and len({len(shard.infos) for shard in shards}) > 1):
         names = ", ".join(f"{type(s.infos).__name__} for environments {s.start} to {s.stop - 1}" for s in shards)
-        raise WireError(f"Workers do not agree what the info {str(key)[:100]!r} is: {names}.")
+        raise WireError(f"Workers do not agree what the info {_name_of(key)!r} is: {names}.")
     if kinds == {tuple}:  # Actions of a Tuple space.
         parts = zip(*(shard.infos for shard in shards), strict=True)
         return tuple(
