@@ -364,7 +364,7 @@ def test_a_worker_that_is_lost_when_it_has_answered_leaves_its_label(remote: Bac
             if self._index == 1 and doomed.exists():
                 pid = int(doomed.read_text())
                 doomed.unlink()
-                wait_for(lambda: (tmp_path / "done").exists())
+                wait_for(lambda: (tmp_path / "done").exists() and is_asleep(pid) and is_asleep(head))
                 os.kill(pid, signal.SIGKILL)
                 wait_for(lambda: any(path.name not in ("done", str(pid)) for path in tmp_path.iterdir()))
             elif self._index == 0 and self._step == 8:
@@ -375,7 +375,18 @@ def test_a_worker_that_is_lost_when_it_has_answered_leaves_its_label(remote: Bac
         while not holds():
             time.sleep(0.01)
 
-    agent = Linear()
+    def is_asleep(pid: int) -> bool:  # As a worker is whose answer has left, and the head that waits for the other's.
+        def switches() -> list[tuple[str, ...]]:
+            tasks = sorted(Path(f"/proc/{pid}/task").iterdir())
+            status = [
+                dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines()) for task in tasks
+            ]
+            return [(each["Pid"], each["State"][0], each["voluntary_ctxt_switches"]) for each in status]
+
+        found = switches()
+        return all(state == "S" for _, state, _ in found) and switches() == found
+
+    agent, head = Linear(), os.getpid()
     never = AdaptiveSync(1e9, max_lag=10**6, plateau=None)
     with ClusterEnv([partial(Fatal, 0), partial(Fatal, 1)], sync=never, **remote) as envs:
         envs.reset(seed=1)
