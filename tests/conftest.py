@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from clusterenv import Network
 from tests.remains import MARK, belongings, command_of, descendants, shared_memory, unused, wait_until_gone, warm_up
@@ -27,6 +28,10 @@ from tests.remains import MARK, belongings, command_of, descendants, shared_memo
 __all__ = ["MARK", "Backend", "descendants", "wait_until_gone"]
 
 Backend = dict[str, Any]
+
+# Hypothesis tries the same examples every time: what passes once passes always, and nobody is timed.
+settings.register_profile("the same every time", derandomize=True, deadline=None)
+settings.load_profile("the same every time")
 
 # What ClusterEnv is asked for beyond its environments: three ways to run the same thing, and each must be right.
 BACKENDS: dict[str, Backend] = {

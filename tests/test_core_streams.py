@@ -61,7 +61,7 @@ def test_a_successor_that_cannot_share_memory_delivers_like_the_others(seconds: 
                 rollout = next(stream)
                 seen[int(rollout.env_indices[0])] += 1
                 agent.nudge()
-                assert seconds() - began < 20, f"rollouts by their first environment: {seen}"
+                assert seconds() - began < 60, f"rollouts by their first environment: {seen}"
         assert envs.rollout(agent, 8).num_envs == 4
         assert [loss.worker_index for loss in envs.losses] == [1]
 
