@@ -223,21 +223,21 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize("make", KEPT, ids=lambda make: make.__name__)
-def test_what_changes_on_the_head_is_what_workers_act_by(make: Callable[[], tuple[Any, Change]], envs: Any) -> None:
-    agent, change = make()
-    change(0)
-    envs.reset(seed=1)
-    versions = []
-    for before, choice in itertools.pairwise((0, 0, 1, 1, 0, 1)):
-        if choice != before:
-            change(choice)
-        rollout = envs.rollout(agent, 2)
-        assert (rollout.actions == choice).all()
-        versions.append(int(rollout.versions[0]) - int(rollout.ages[0]))
-        assert (rollout.ages == 0).all()
-    assert versions[1] == versions[2], "what has not changed is not a new version"
-    assert len(set(versions)) == 4
+def test_what_changes_on_the_head_is_what_workers_act_by(envs: Any) -> None:
+    for make in KEPT:
+        agent, change = make()
+        change(0)
+        envs.reset(seed=1)
+        versions = []
+        for before, choice in itertools.pairwise((0, 0, 1, 1, 0, 1)):
+            if choice != before:
+                change(choice)
+            rollout = envs.rollout(agent, 2)
+            assert (rollout.actions == choice).all(), make.__name__
+            versions.append(int(rollout.versions[0]) - int(rollout.ages[0]))
+            assert (rollout.ages == 0).all(), make.__name__
+        assert versions[1] == versions[2], f"{make.__name__}: what has not changed is not a new version"
+        assert len(set(versions)) == 4, make.__name__
 
 
 def test_what_only_a_worker_has_changed_stays_its_own(envs: Any) -> None:

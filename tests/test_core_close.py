@@ -64,7 +64,10 @@ assert num_interrupted
 """
 
 
-@pytest.mark.parametrize("during", ["nothing", "a stream", "a step"])
+# Each starts workers two dozen times.
+@pytest.mark.parametrize(
+    "during", ["a stream", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nothing", "a step"))]
+)
 @pytest.mark.filterwarnings("ignore:Calling `close`")
 def test_a_close_that_was_interrupted_is_finished_by_the_next(remote: Backend, during: str) -> None:
     left = run_script(CLOSING, remote["network"].transport, during, "10", deadline_s=100)

@@ -247,11 +247,9 @@ def test_a_stream_with_enough_workers_waits_for_the_others_as_long_as_it_takes()
     launcher = Returning()
     timeouts = Timeouts(join_s=9.0)
     faults = Faults(min_workers=1, max_restarts=1)
-    with ClusterEnv(
-        "CartPole-v1", NUM_ENVS, num_workers=2, launcher=launcher, timeouts=timeouts, faults=faults
-    ) as envs:
+    with ClusterEnv(Leisurely, NUM_ENVS, num_workers=2, launcher=launcher, timeouts=timeouts, faults=faults) as envs:
         agent = Linear()
-        with envs.stream(agent, 8) as stream:
+        with envs.stream(agent, 4) as stream:
             while {worker.state for worker in envs.workers} != {"ready"}:
                 next(stream)
             os.kill(envs.worker_pids[1], signal.SIGKILL)

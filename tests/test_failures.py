@@ -141,19 +141,20 @@ def test_an_exception_while_closing_does_not_stop_close(remote: Backend, seconds
     assert seconds() < 60
 
 
-@pytest.mark.parametrize("flaw", SlackWorld.flaws)
-def test_an_environment_that_breaks_its_own_space_is_named(backend: Backend, flaw: str) -> None:
-    with ClusterEnv(two_fine_and(lambda: SlackWorld(flaw, index=2)), **backend) as envs:
-        envs.reset(seed=1)
-        envs.step(ACTIONS)
-        with pytest.raises((ClusterEnvError, ValueError, TypeError, AttributeError)) as caught:
+def test_an_environment_that_breaks_its_own_space_is_named(backend: Backend) -> None:
+    with ClusterEnv(two_fine_and(lambda: SlackWorld("shape", index=2)), **backend) as envs:
+        for flaw in SlackWorld.flaws:
+            envs.set_attr("flaw", flaw)
+            envs.reset(seed=1)
             envs.step(ACTIONS)
-        if envs.num_workers:
-            assert isinstance(caught.value, WorkerFailed)
-            assert (caught.value.worker_index, caught.value.env_indices) == (1, (2,))
-        if "shape" in flaw or "dtype" in flaw:
-            assert "(3,)" in str(caught.value), "the error says which shape was expected"
-            assert "float32" in str(caught.value), "the error says which dtype was expected"
+            with pytest.raises((ClusterEnvError, ValueError, TypeError, AttributeError)) as caught:
+                envs.step(ACTIONS)
+            if envs.num_workers:
+                assert isinstance(caught.value, WorkerFailed), flaw
+                assert (caught.value.worker_index, caught.value.env_indices) == (1, (2,)), flaw
+            if "shape" in flaw or "dtype" in flaw:
+                assert "(3,)" in str(caught.value), f"{flaw}: the error says which shape was expected"
+                assert "float32" in str(caught.value), f"{flaw}: the error says which dtype was expected"
 
 
 @pytest.mark.parametrize(

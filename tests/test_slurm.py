@@ -77,6 +77,7 @@ def launch(
     )
 
 
+@pytest.mark.slow  # Inside an allocation, jobs need not be scheduled first.
 class TestSlurmLauncher(LauncherContract):
     address = "10.88.0.1"
     options = {"network": Network(transport="zmq")}  # noqa: RUF012 - a constant
@@ -493,6 +494,7 @@ def fragile(tmp_path: Path, login: SlurmCluster) -> Iterator[SlurmCluster]:
         yield cluster
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fate", ["dies", "is cut off"])
 def test_a_node_that_is_lost_is_survived_on_the_others(fragile: SlurmCluster, tmp_path: Path, fate: str) -> None:
     launcher = SlurmLauncher(nodes=2, log_dir=tmp_path / "logs")
