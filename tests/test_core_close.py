@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clusterenv import ClusterEnv
+from clusterenv import ClusterEnv, Timeouts
 from tests.conftest import Backend
 from tests.counted import Counted
 from tests.script import run_script
@@ -87,3 +87,10 @@ def test_a_pending_call_is_warned_of_at_close_as_gymnasium_does(remote: Backend,
             envs.call_async("index")
     with pytest.warns(UserWarning, match=f"Calling `close` while waiting for a pending call to `{name}` to complete"):
         envs.close()
+
+
+def test_closed_environments_have_no_workers_that_are_ready() -> None:
+    envs = ClusterEnv("CartPole-v1", 2, num_workers=1, timeouts=Timeouts())
+    assert [worker.state for worker in envs.workers] == ["ready"]
+    envs.close()
+    assert [worker.state for worker in envs.workers] == ["closed"]

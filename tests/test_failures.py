@@ -354,3 +354,11 @@ def test_in_process_a_factory_need_not_be_sent() -> None:
 def test_wrong_arguments_are_refused(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError if arguments else TypeError):
         ClusterEnv(*arguments, **options)
+
+
+@pytest.mark.parametrize("seed", [2**70, [0, 2**70]])
+def test_a_seed_that_is_too_large_is_refused_in_a_sentence(seed: Any, backend: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 2, **backend) as envs:
+        with pytest.raises(ValueError, match="64 bits"):
+            envs.reset(seed=seed)
+        envs.reset(seed=1)

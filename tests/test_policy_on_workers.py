@@ -315,3 +315,8 @@ def test_without_a_rule_every_rollout_is_made_with_the_newest_weights(backend: B
                 rollout.logprob, agent.evaluate(rollout.obs, rollout.actions)[0], rtol=1e-4, atol=1e-5
             )
             agent.nudge(0.0001)
+
+
+def test_actions_of_the_wrong_shape_are_a_policy_error_wherever_the_policy_runs(backend: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 4, **backend) as envs, pytest.raises(PolicyError, match="shape"):
+        envs.rollout(lambda obs: np.zeros(1, np.int64), 3)
