@@ -25,6 +25,7 @@ from tests.launcher_contract import Door, LauncherContract, fleet_is_alive, tell
 from tests.located import Farewell, make_located
 from tests.policies import Linear
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
+from tests.test_guardian import end_s
 from tests.test_readme import blocks_of
 
 ROOT = Path(__file__).parent.parent
@@ -463,7 +464,7 @@ def test_a_worker_and_its_helper_end_with_a_killed_head_while_c_code_holds_the_l
         pids = [*json.loads(head.stdout.readline()), int((tmp_path / "gate").read_text())]
         assert fleet_is_alive(pids)
         head.kill()
-    assert wait_until_gone(pids, 6.0) == []
+    assert wait_until_gone(pids, end_s()) == []
     login.wait_until_idle()
 
 
