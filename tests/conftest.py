@@ -44,7 +44,7 @@ BACKENDS: dict[str, Backend] = {
 # Their tests share a cluster, a network or environments, so one process runs them all; others go to whoever is free.
 TOGETHER = ("test_slurm", "test_doctor_slurm", "test_links", "test_vector_api")
 # What the transports themselves do, and so must be seen over each of them whenever something was changed.
-OVER_EACH = ("test_exchange", "test_modes", "test_stream")
+OVER_EACH = ("test_exchange", "test_modes")
 REMOTE_BACKENDS = {name: backend for name, backend in BACKENDS.items() if backend["num_workers"]}
 
 

@@ -151,7 +151,9 @@ def test_a_hung_environment_is_noticed_where_actions_are_sent(
         assert_replaced(envs, hung)
 
 
-@pytest.mark.parametrize("name", ["step", "rollout", "recv"])
+@pytest.mark.parametrize(
+    "name", ["rollout", *(pytest.param(name, marks=pytest.mark.slow) for name in ("step", "recv"))]
+)
 def test_a_hung_worker_is_raised_if_losses_are_to_be_raised(
     remote: Backend, name: str, tmp_path: Path, seconds: Stopwatch
 ) -> None:

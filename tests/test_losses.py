@@ -701,6 +701,7 @@ def test_an_interrupted_replacement_is_made_up_for_by_the_next_call(remote: Back
         assert lost_workers(envs) == [1]
 
 
+@pytest.mark.slow
 def test_thirty_losses_leave_memory_and_descriptors_as_they_were() -> None:
     with ClusterEnv(make_numbered(3), num_workers=3) as envs:
         driver = Driver(envs)
@@ -735,6 +736,7 @@ SCHEDULES: Any = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(schedule=SCHEDULES, mode=st.sampled_from([AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP]))
 def test_no_schedule_of_kills_breaks_the_numbering(remote: Backend, schedule: Schedule, mode: AutoresetMode) -> None:

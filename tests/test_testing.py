@@ -56,7 +56,9 @@ def pids_of(envs: ClusterEnv) -> tuple[int, ...]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize(
+    "mode", [AutoresetMode.NEXT_STEP, *(pytest.param(mode, marks=pytest.mark.slow) for mode in list(AutoresetMode)[1:])]
+)
 def test_clusterenv_keeps_every_law(mode: AutoresetMode, backend: Backend) -> None:
     factories = make_factories(NUM_ENVS)
     # How it ends is the same in all modes, and to start workers for it takes its time.

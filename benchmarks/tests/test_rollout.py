@@ -20,6 +20,7 @@ from benchmarks.peers.rollout_cells import READING_ORDER, ROLLOUT_TASKS, list_ta
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_pushed_weights_step_the_environments_as_the_bare_loop_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
     num_steps = 40  # Some CartPole of the four is finished and reset by then.
