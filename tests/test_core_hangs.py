@@ -199,7 +199,7 @@ class Slow(Counted):
         return super().step(action)
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["rollout", "stream"])
+@pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.slow), True], ids=["rollout", "stream"])
 def test_a_rollout_that_makes_progress_for_three_times_as_long_is_left_alone(
     remote: Backend, streams: bool, seconds: Stopwatch
 ) -> None:

@@ -243,6 +243,7 @@ def test_a_stream_waits_for_lost_workers_no_longer_than_it_may() -> None:
             exhaust(stream)
 
 
+@pytest.mark.slow
 def test_a_stream_with_enough_workers_waits_for_the_others_as_long_as_it_takes() -> None:
     launcher = Returning()
     timeouts = Timeouts(join_s=9.0)

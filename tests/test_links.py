@@ -310,7 +310,7 @@ def test_steps_of_a_worker_that_is_cut_off_are_truncated(net: Net) -> None:
         assert len(envs.losses) == 1
 
 
-@pytest.mark.parametrize("end", ["closed", "cut off"])
+@pytest.mark.parametrize("end", ["closed", pytest.param("cut off", marks=pytest.mark.slow)])
 def test_a_worker_ends_when_its_head_is_gone_for_good(net: Net, end: str) -> None:
     socket = HeadSocket(choose_addresses(None, None, net.switch.address(net.one)), silence_s=0.2)
     fleet = HostFleet(socket.ticket, [net.one], 1)

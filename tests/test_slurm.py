@@ -397,6 +397,7 @@ with ClusterEnv(make_located, 4, num_workers=4, network=Network(transport="zmq")
 """
 
 
+@pytest.mark.slow
 def test_a_head_in_a_batch_job_uses_the_nodes_of_its_job(login: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "head.py").write_text(INSIDE)
     command = f"PYTHONPATH={ROOT}:$PYTHONPATH {sys.executable} {tmp_path}/head.py"
@@ -468,6 +469,7 @@ def test_a_worker_and_its_helper_end_with_a_killed_head_while_c_code_holds_the_l
     login.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_workers_that_find_no_head_end_and_so_does_their_job(login: SlurmCluster, tmp_path: Path) -> None:
     door = Door(login.login.address)
     door.close()

@@ -90,6 +90,7 @@ def test_the_doctor_finds_all_well_on_other_hosts(site: Site) -> None:
     assert f"at tcp://{site.head.address}:" in found["reach"].text
 
 
+@pytest.mark.slow
 def test_a_host_that_vanishes_is_named(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     timeouts = Timeouts(silence_s=3.0, close_s=1.0)
     options: dict[str, Any] = {
