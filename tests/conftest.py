@@ -14,12 +14,15 @@ import sys
 import tempfile
 import time
 import uuid
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from clusterenv import Network
 from tests.remains import MARK, belongings, command_of, descendants, shared_memory, unused, wait_until_gone, warm_up
@@ -27,6 +30,10 @@ from tests.remains import MARK, belongings, command_of, descendants, shared_memo
 __all__ = ["MARK", "Backend", "descendants", "wait_until_gone"]
 
 Backend = dict[str, Any]
+
+# Hypothesis tries the same examples every time: what passes once passes always, and nobody is timed.
+settings.register_profile("the same every time", derandomize=True, deadline=None)
+settings.load_profile("the same every time")
 
 # What ClusterEnv is asked for beyond its environments: three ways to run the same thing, and each must be right.
 BACKENDS: dict[str, Backend] = {
@@ -36,6 +43,8 @@ BACKENDS: dict[str, Backend] = {
 }
 # Their tests share a cluster, a network or environments, so one process runs them all; others go to whoever is free.
 TOGETHER = ("test_slurm", "test_doctor_slurm", "test_links", "test_vector_api")
+# What the transports themselves do, and so must be seen over each of them whenever something was changed.
+OVER_EACH = ("test_exchange", "test_modes")
 REMOTE_BACKENDS = {name: backend for name, backend in BACKENDS.items() if backend["num_workers"]}
 
 
@@ -48,11 +57,35 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell xdist which tests belong together."""
+    """Tell xdist which tests belong together, and leave half of all pairs of tests for `make slow`.
+
+    Most laws do not depend on the transport, and to start workers takes longer than anything else. So `make test` runs
+    each of them over one transport, as many over the one as over the other, and `make slow` over the other.
+    """
+    pairs: defaultdict[str, dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
         if item.path.stem in TOGETHER:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        transport = transport_of(item)
+        if transport and item.path.stem not in OVER_EACH and not item.get_closest_marker("quick"):
+            pairs[item.nodeid.replace(transport, "")][transport] = item
+    for name, pair in pairs.items():
+        if len(pair) == len(REMOTE_BACKENDS):
+            pair[sorted(pair)[zlib.crc32(name.encode()) % len(pair)]].add_marker(pytest.mark.slow)
+
+
+def transport_of(item: pytest.Item) -> str:
+    """Return the transport that a test is run over, if it is run over each of them in turn; else ""."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    for name in ("remote", "backend", "transport"):
+        value = params.get(name)
+        if isinstance(value, dict):
+            value = value["network"].transport if "network" in value else None
+        if value in REMOTE_BACKENDS:
+            return str(value)
+    return ""
 
 
 @pytest.fixture(scope="session", autouse=True)

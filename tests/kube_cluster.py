@@ -96,7 +96,7 @@ class KubeCluster:
         )  # fmt: skip
         return found.split()
 
-    def wait_until(self, is_true: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    def wait_until(self, is_true: Callable[[], bool], deadline_s: float = 60.0) -> None:
         """Wait for something that only Kubernetes can be asked about."""
         ends_at = time.monotonic() + deadline_s
         while not is_true():

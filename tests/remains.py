@@ -40,7 +40,7 @@ def descendants() -> list[int]:
     return found
 
 
-def wait_until_gone(pids: Sequence[int], deadline_s: float = 10.0) -> list[int]:
+def wait_until_gone(pids: Sequence[int], deadline_s: float = 30.0) -> list[int]:
     """Wait for processes to end, woken by the kernel; return those that live on past the deadline."""
     ends_at = time.monotonic() + deadline_s
     alive = []

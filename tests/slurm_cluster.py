@@ -17,7 +17,7 @@ from tests.hosts import Host, connected_hosts, require
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo", "salloc")
 CPUS_PER_NODE = 4
-UP_S = 20.0
+UP_S = 60.0
 POLL_S = 0.05  # Slurm can only be asked.
 
 _CONFIG = """
@@ -106,7 +106,7 @@ class SlurmCluster:
         """Return what Slurm calls the states of the nodes; those that still end a job are completing."""
         return set(self.run("sinfo", "--noheader", "--Node", "--format=%T").split())
 
-    def wait_until_idle(self, deadline_s: float = 15.0) -> None:
+    def wait_until_idle(self, deadline_s: float = 45.0) -> None:
         """Wait until no job is there, pending, running or ending, with all of its processes."""
         ends_at = time.monotonic() + deadline_s
         while self.jobs():

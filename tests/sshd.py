@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -117,6 +119,17 @@ class Sshd:
             **settings,
         }
         return SSHLauncher(hosts=hosts, **settings)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Let nobody log in for a while; whoever tries waits."""
+        for process in self._processes:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in self._processes:
+                process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         for process in self._processes:

@@ -96,16 +96,16 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_a_module_imports_only_what_the_table_allows(path: Path) -> None:
-    name = name_of(path)
-    group = name.split(".")[0]
-    allowed = ALLOWED[group] | ({group} if "." in name else {name})
-    for target in imports_of(path):
-        if not target.startswith("clusterenv."):
-            continue
-        inner = target.removeprefix("clusterenv.")
-        assert any(inner == entry or inner.startswith(f"{entry}.") for entry in allowed), f"{name} imports {inner}"
+def test_a_module_imports_only_what_the_table_allows() -> None:
+    for path in modules():
+        name = name_of(path)
+        group = name.split(".")[0]
+        allowed = ALLOWED[group] | ({group} if "." in name else {name})
+        for target in imports_of(path):
+            if not target.startswith("clusterenv."):
+                continue
+            inner = target.removeprefix("clusterenv.")
+            assert any(inner == entry or inner.startswith(f"{entry}.") for entry in allowed), f"{name} imports {inner}"
 
 
 def test_the_page_has_the_same_table() -> None:
@@ -118,21 +118,20 @@ def test_the_page_has_the_same_table() -> None:
     assert stated == {name: allowed for name, allowed in ALLOWED.items() if name != "__main__"}
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_only_adapters_and_a_launcher_of_that_name_import_a_framework(path: Path) -> None:
-    name = name_of(path)
-    if name.startswith("adapters."):
-        return
-    if name == "rollout":
-        return  # A rollout's `to_torch` imports it when it is called; tests/test_import.py sees that nothing else does.
-    used = {target.split(".")[0] for target in imports_of(path)} & FRAMEWORKS
-    assert all(name.startswith(f"launchers.{framework}") for framework in used)
+def test_only_adapters_and_a_launcher_of_that_name_import_a_framework() -> None:
+    for path in modules():
+        name = name_of(path)
+        # A rollout's `to_torch` imports it when it is called; tests/test_import.py sees that nothing else does.
+        if name.startswith("adapters.") or name == "rollout":
+            continue
+        used = {target.split(".")[0] for target in imports_of(path)} & FRAMEWORKS
+        assert all(name.startswith(f"launchers.{framework}") for framework in used), f"{name} imports {used}"
 
 
-@pytest.mark.parametrize("name", HEAD)
-def test_the_head_is_built_in_layers(name: str) -> None:
-    inner = {target.split(".")[2] for target in imports_of(SOURCE / "head" / f"{name}.py") if ".head." in target}
-    assert inner <= HEAD[name], f"head.{name} imports {inner - HEAD[name]}"
+def test_the_head_is_built_in_layers() -> None:
+    for name, below in HEAD.items():
+        inner = {target.split(".")[2] for target in imports_of(SOURCE / "head" / f"{name}.py") if ".head." in target}
+        assert inner <= below, f"head.{name} imports {inner - below}"
 
 
 def test_every_module_of_the_head_has_its_layer() -> None:

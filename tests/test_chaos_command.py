@@ -107,6 +107,7 @@ def await_state(pid: int, *, is_stopped: bool) -> None:
         os.sched_yield()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_running_script_is_harassed_by_a_seed_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     plans = []

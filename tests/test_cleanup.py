@@ -22,11 +22,10 @@ from tests.conftest import Backend, descendants, wait_until_gone
 from tests.worlds import TroubledWorld, World, make_factories
 
 ROOT = Path(__file__).parent.parent
-IDLE_S = 1.0
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+IDLE_S = 2.0
 
 START = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from clusterenv import ClusterEnv, Network, Timeouts
 from tests.worlds import TroubledWorld, World
 
@@ -37,6 +36,10 @@ envs = ClusterEnv([World, World, hanging], num_workers=2, network=network, timeo
 envs.reset(seed=1)
 print(json.dumps(envs.worker_pids), flush=True)
 """
+
+
+# Not `signal.pause()`: of a signal that comes just before it begins, Python would learn only after the next.
+IDLE = "while True: time.sleep(0.1)"
 
 
 class Script:
@@ -118,7 +121,7 @@ def test_a_script_that_ends_leaves_nothing_behind(run: Run, ending: str, status:
 
 
 @pytest.mark.parametrize("to", ["head", "group"])
-@pytest.mark.parametrize("doing", ["signal.pause()", "envs.step([0, 0, 0])"])
+@pytest.mark.parametrize("doing", [IDLE, "envs.step([0, 0, 0])"], ids=["idle", "in a step"])
 def test_ctrl_c_ends_the_script_and_its_workers(run: Run, doing: str, to: str) -> None:
     script = run(START + doing)
     script.read_line()
@@ -275,7 +278,7 @@ def test_idle_workers_and_a_waiting_head_burn_no_cpu(remote: Backend) -> None:
         head_used = time.process_time() - head_before
         workers_used = [cpu_s(pid) - before for pid, before in zip(envs.worker_pids, workers_before, strict=True)]
         envs.close(terminate=True)
-    assert max(workers_used) <= 0.03 * IDLE_S + TICK_S
+    assert max(workers_used) <= 0.04 * IDLE_S
     assert head_used <= 0.05 * IDLE_S
 
 
@@ -285,10 +288,10 @@ def test_workers_nobody_calls_burn_no_cpu(remote: Backend) -> None:
         before = [cpu_s(pid) for pid in envs.worker_pids]
         assert wait_until_gone([envs.worker_pids[0]], IDLE_S) == [envs.worker_pids[0]]
         used = [cpu_s(pid) - was for pid, was in zip(envs.worker_pids, before, strict=True)]
-    assert max(used) <= 0.03 * IDLE_S + TICK_S
+    assert max(used) <= 0.04 * IDLE_S
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of CPU a process has used, in all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * TICK_S
+    """Seconds of CPU a process has used, in all its threads: to the nanosecond, where `stat` guesses in ticks."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from clusterenv import ClusterEnv, Decision, EveryUpdate
+from clusterenv.errors import PolicyError, WorkerFailed
 from tests.conftest import Backend, wait_until_gone
 from tests.policies import Linear
 
@@ -94,3 +95,26 @@ def test_after_a_change_of_agents_no_row_has_a_version_of_the_agent_before(remot
         assert check_step(envs, second, lost=True) > version
         assert check_step(envs, second, lost=False) > version
         assert len(envs.losses) == 2
+
+
+class Refusing(Linear):
+    """Does not load its second version."""
+
+    def load(self, weights: Any) -> None:
+        super().load(weights)
+        if float(next(iter(weights.values())).flat[0]) == 1.0:
+            raise ValueError("not this one")
+
+
+def test_a_worker_that_could_not_load_is_not_believed_to_hold_the_newest(remote: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 4, sync=EveryUpdate(), **remote) as envs:
+        envs.reset(seed=0)
+        agent = Refusing()
+        envs.step(agent)
+        agent.matrix.flat[0] = 1.0
+        for _ in range(2):  # The second time as well: else its old weights would count as the newest.
+            with pytest.raises((WorkerFailed, PolicyError), match="not this one"):
+                envs.step(agent)
+        agent.matrix.flat[0] = 2.0
+        *_, info = envs.step(agent)
+        assert (info["policy_version"] == max(info["policy_version"])).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clusterenv import ClusterEnv
+from clusterenv import ClusterEnv, Timeouts
 from tests.conftest import Backend
 from tests.counted import Counted
 from tests.script import run_script
@@ -64,7 +64,10 @@ assert num_interrupted
 """
 
 
-@pytest.mark.parametrize("during", ["nothing", "a stream", "a step"])
+# Each starts workers two dozen times.
+@pytest.mark.parametrize(
+    "during", ["a stream", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nothing", "a step"))]
+)
 @pytest.mark.filterwarnings("ignore:Calling `close`")
 def test_a_close_that_was_interrupted_is_finished_by_the_next(remote: Backend, during: str) -> None:
     left = run_script(CLOSING, remote["network"].transport, during, "10", deadline_s=100)
@@ -84,3 +87,10 @@ def test_a_pending_call_is_warned_of_at_close_as_gymnasium_does(remote: Backend,
             envs.call_async("index")
     with pytest.warns(UserWarning, match=f"Calling `close` while waiting for a pending call to `{name}` to complete"):
         envs.close()
+
+
+def test_closed_environments_have_no_workers_that_are_ready() -> None:
+    envs = ClusterEnv("CartPole-v1", 2, num_workers=1, timeouts=Timeouts())
+    assert [worker.state for worker in envs.workers] == ["ready"]
+    envs.close()
+    assert [worker.state for worker in envs.workers] == ["closed"]

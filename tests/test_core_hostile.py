@@ -114,7 +114,7 @@ def test_a_worker_whose_rollout_is_refused_in_a_stream_is_not_starved_in_silence
         try:
             while seen[1] < 5:
                 seen[int(next(stream).env_indices[0]) // 2] += 1
-                assert seconds() - began < 15, f"rollouts of each worker: {seen}"
+                assert seconds() - began < 60, f"rollouts of each worker: {seen}"
         except (WireError, WorkerLost) as error:
             refusal = str(error)
         assert names_second(refusal)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
@@ -14,7 +20,7 @@ from clusterenv import ClusterEnv, Timeouts
 from tests.conftest import Backend
 from tests.interruption import count_lines, is_interrupted, spread_lines
 from tests.lockstep import Follower
-from tests.policies import Hashing
+from tests.policies import Hashing, Linear
 from tests.worlds import make_factories
 
 NUM_ENVS = 3
@@ -95,3 +101,80 @@ def test_an_interrupt_before_any_line_of_a_call_spoils_nothing_after_it(backend:
         assert num_interrupted > 0
         assert envs.losses == ()
     theirs.close()
+
+
+class Alarm(Exception):
+    """What a signal handler of the user's raises."""
+
+
+class Waiting(gym.Env[Any, Any]):
+    """Waits at a gate once, in whatever it is told to; without a path it never does."""
+
+    observation_space = gym.spaces.Box(0, 1e6, (1,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        if options:
+            self.wait()
+        return np.zeros(1), {}
+
+    def step(self, action: Any) -> Any:
+        self.wait()
+        return np.ones(1), 0.0, False, False, {}
+
+    def wait(self) -> None:
+        path, self._path = self._path, ""
+        if path:
+            with open(path, "rb") as gate:
+                gate.read()
+
+
+@pytest.mark.parametrize("name", ["step", "reset", "call"])
+def test_after_any_exception_of_a_signal_handler_other_calls_go_on(name: str, remote: Backend, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    has_raised = threading.Event()
+
+    def ring(number: int, frame: Any) -> None:
+        raise Alarm
+
+    def interrupt() -> None:
+        with open(gate, "wb"):  # Opens when the environment waits there.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            has_raised.wait(60)
+
+    previous = signal.signal(signal.SIGUSR1, ring)
+    thread = threading.Thread(target=interrupt)
+    try:
+        with ClusterEnv([lambda: Waiting(str(gate)), lambda: Waiting("")], **remote) as envs:
+            envs.reset(seed=0)
+            calls: dict[str, Callable[[], Any]] = {
+                "step": lambda: envs.step([0, 0]),
+                "reset": lambda: envs.reset(options={"wait": True}),
+                "call": lambda: envs.call("wait"),
+            }
+            thread.start()
+            with pytest.raises(Alarm):
+                calls[name]()
+            has_raised.set()
+            observations, _ = envs.reset(seed=0)
+            np.testing.assert_array_equal(observations, 0.0)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+        thread.join()
+
+
+def test_an_interrupted_step_spoils_no_comparison_of_policies(remote: Backend) -> None:
+    agent = Linear()
+    with ClusterEnv("CartPole-v1", 4, **remote) as envs:
+        envs.reset(seed=1)
+        envs.rollout(agent, 4)
+        for line in spread_lines(count_lines(lambda: envs.step([0] * 4)), 12):
+            is_interrupted(lambda: envs.step([0] * 4), line)
+            agent.nudge()
+            assert envs.rollout(agent, 4).num_steps == 4
+        assert envs.losses == ()

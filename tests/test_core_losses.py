@@ -13,10 +13,11 @@ import pytest
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from clusterenv import ClusterEnv, Faults, Network
+from clusterenv import ClusterEnv, EveryUpdate, Faults, Network
 from clusterenv.errors import WorkerFailed, WorkerLost
 from tests.conftest import Backend, wait_until_gone
 from tests.counted import EPISODE, INDEX, STEP, Kind, Mishap, Rows, choose, make_counted, rows_of
+from tests.tally import Tally, truth
 from tests.worlds import assert_same
 
 NUM_ENVS = 6  # Three on each of two workers.
@@ -303,3 +304,38 @@ def test_restarts_are_bounded_over_the_whole_run(
         with pytest.raises(WorkerLost, match="max_restarts") as caught:
             lose(envs)
         assert (caught.value.worker_index, caught.value.env_indices) == (1, (3, 4, 5))
+
+
+@pytest.mark.parametrize("what", ["reset", "set_attr", "rollout"])
+def test_one_that_takes_over_for_a_worker_that_had_answered_has_what_the_others_have(
+    remote: Backend, what: str, tmp_path: Path
+) -> None:
+    gate = str(tmp_path / "gate")
+    os.mkfifo(gate)
+    with ClusterEnv([Tally, lambda: Tally(gate)], **remote, sync=EveryUpdate()) as envs:
+        envs.reset_async(seed=1)
+        first = envs.worker_pids[0]
+        writer = open(gate, "wb")  # noqa: SIM115 - the second worker is in its reset until this is closed
+        os.kill(first, signal.SIGKILL)
+        assert wait_until_gone([first]) == []
+        os.unlink(gate)
+        writer.close()
+        envs.reset_wait()
+        if what == "reset":
+            np.testing.assert_array_equal(envs.step(ACTIONS[:2])[0][:, 0], truth(envs)[:, 0])
+        elif what == "set_attr":
+            envs.set_attr("color", "red")
+            os.kill(envs.worker_pids[0], signal.SIGKILL)
+            assert envs.get_attr("color") == ("red", "red")
+        else:
+            assert envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 3).num_steps == 3
+
+
+def test_a_seed_that_was_refused_is_not_remembered(remote: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 4, **remote) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(WorkerFailed, match="Seed must be"):
+            envs.reset(seed=-3)
+        envs.reset(seed=2)
+        os.kill(envs.worker_pids[1], signal.SIGKILL)
+        assert envs.step(ACTIONS[:4])[4]["worker_lost"].tolist() == [False, False, True, True]

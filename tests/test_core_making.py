@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from clusterenv import ClusterEnv, Faults, LocalLauncher, NativeVector
 from clusterenv.errors import ConfigError
 from clusterenv.launchers.processes import ProcessFleet
+from clusterenv.setup.factories import resolve
+from clusterenv.setup.start import make_assignment
+from clusterenv.setup.trial import check_factory
 from clusterenv.wire.ticket import Ticket
 from tests.conftest import Backend
 from tests.counted import Counted
@@ -56,17 +60,17 @@ except ClusterEnvError as error:
 
 @pytest.mark.parametrize(
     ("ending", "join_s", "words"),
-    [("segfault", 25, "SIGSEGV"), ("exit", 25, "exit status 3"), ("hang", 5, "5 s"), ("raise", 25, "no luck today")],
+    [("segfault", 60, "SIGSEGV"), ("exit", 60, "exit status 3"), ("hang", 8, "8 s"), ("raise", 60, "no luck today")],
     ids=["segfault", "exit", "hang", "raise"],
 )
 def test_a_constructor_that_fails_is_an_error_in_time_and_the_head_lives(
     remote: Backend, ending: str, join_s: int, words: str
 ) -> None:
-    ((kind, text, took_s),) = run_script(DOOMED, ending, remote["network"].transport, str(join_s), deadline_s=30)
+    ((kind, text, took_s),) = run_script(DOOMED, ending, remote["network"].transport, str(join_s), deadline_s=60)
     assert kind in ("WorkerFailed", "WorkerLost", "LaunchError", "CallTimeout")
     assert words in text
     assert any(name in text.lower() for name in ("worker 0", "worker 1", "environment 0", "environment 1"))
-    assert took_s < 25
+    assert took_s < 40
 
 
 def recorded(make: Callable[[], gym.Env[Any, Any]], path: Path) -> Callable[[], gym.Env[Any, Any]]:
@@ -258,3 +262,34 @@ def test_what_may_be_missing_here_only_is_left_to_the_workers(tmp_path: Path, ca
         envs.reset(seed=1)
     assert (tmp_path / "queued").exists()
     assert "No module named 'simulator'" in caplog.text
+
+
+class Pixels(gym.Env[Any, Any]):
+    """Observes frames, whose bounds alone are larger than a pipe holds."""
+
+    observation_space = gym.spaces.Box(0, 255, (210, 160, 3), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+
+def test_a_factory_of_frames_is_tried_in_a_moment(caplog: pytest.LogCaptureFixture) -> None:
+    assignment = make_assignment(resolve(Pixels, 1, None), (0, 1), AutoresetMode.NEXT_STEP, "raise", [])
+    with caplog.at_level(logging.WARNING):
+        check_factory(assignment, 60.0)
+    assert caplog.records == [], "it was made in time"
+
+
+class Bits(gym.Env[Any, Any]):
+    observation_space = gym.spaces.MultiBinary(3)
+    action_space = gym.spaces.MultiBinary(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(3, np.int8), {}
+
+    def step(self, action: Any) -> Any:
+        return np.ones(3, np.int8), 0.0, False, False, {}
+
+
+def test_spaces_come_from_workers_as_they_are(remote: Backend) -> None:
+    with ClusterEnv(Bits, 2, **remote) as envs:
+        assert envs.single_observation_space == gym.spaces.MultiBinary(3)
+        assert envs.single_action_space == gym.spaces.MultiBinary(2)

@@ -13,6 +13,7 @@ import pytest
 
 from clusterenv import ClusterEnv, Timeouts
 from clusterenv.errors import ClusterEnvError
+from clusterenv.ownership import Ownership
 from tests.conftest import Backend
 from tests.counted import STEP, Mishap, choose, make_counted, rows_of
 from tests.script import run_script
@@ -135,3 +136,20 @@ def test_threads_may_take_turns(remote: Backend) -> None:
             thread.start()
             thread.join()
             assert rows_of(answers[0][0])[:, STEP].tolist() == [number] * NUM_ENVS
+
+
+def test_a_lock_that_an_interrupt_left_taken_is_no_longer_in_the_way_of_other_threads() -> None:
+    owner = Ownership()
+    owner.__enter__()  # Ctrl-C came right here, before the block began.
+    entered: list[bool] = []
+
+    def enter() -> None:
+        with owner:
+            entered.append(True)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert entered == [True]
+    with owner:
+        pass

@@ -68,6 +68,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     terminal.close()
 
 
+@pytest.mark.slow
 def test_a_short_run_leaves_pictures_and_a_summary_without_control_characters(tmp_path: Path) -> None:
     done = subprocess.run(
         command("--seconds", "3", *SMALL, "--out", str(tmp_path / "deep" / "out")),

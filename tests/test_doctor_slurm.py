@@ -32,7 +32,7 @@ def doctor(capsys: pytest.CaptureFixture[str]) -> Doctor:
     """Asks the doctor about two nodes; returns the exit status and what was said."""
 
     def ask(*options: str) -> tuple[int, str]:
-        status = main(["doctor", "slurm", "--nodes", "2", "--workers-per-node", "1", "--timeout", "30", *options])
+        status = main(["doctor", "slurm", "--nodes", "2", "--workers-per-node", "1", "--timeout", "60", *options])
         return status, capsys.readouterr().out
 
     return ask
@@ -68,7 +68,7 @@ def test_a_python_that_is_not_there_is_found(doctor: Doctor) -> None:
 
 def test_a_job_that_waits_in_the_queue_is_told(doctor: Doctor, login: SlurmCluster) -> None:
     job_id = login.run("sbatch", "--parsable", "--exclusive", "-N2", "--output=/dev/null", "--wrap", "sleep 1000")
-    status, said = doctor("--timeout", "2")
+    status, said = doctor("--timeout", "6")
     login.run("scancel", job_id.strip())
     assert status == 1
     assert said.startswith("failed  start")

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -242,15 +243,14 @@ def test_a_stream_waits_for_lost_workers_no_longer_than_it_may() -> None:
             exhaust(stream)
 
 
+@pytest.mark.slow
 def test_a_stream_with_enough_workers_waits_for_the_others_as_long_as_it_takes() -> None:
     launcher = Returning()
     timeouts = Timeouts(join_s=9.0)
     faults = Faults(min_workers=1, max_restarts=1)
-    with ClusterEnv(
-        "CartPole-v1", NUM_ENVS, num_workers=2, launcher=launcher, timeouts=timeouts, faults=faults
-    ) as envs:
+    with ClusterEnv(Leisurely, NUM_ENVS, num_workers=2, launcher=launcher, timeouts=timeouts, faults=faults) as envs:
         agent = Linear()
-        with envs.stream(agent, 8) as stream:
+        with envs.stream(agent, 4) as stream:
             while {worker.state for worker in envs.workers} != {"ready"}:
                 next(stream)
             os.kill(envs.worker_pids[1], signal.SIGKILL)
@@ -315,13 +315,24 @@ def test_stats_say_how_many_workers_there_were() -> None:
     assert envs.stats["worker_hours"] == hours, "the run has ended"
 
 
+class Leisurely(gym.Wrapper[Any, Any, Any, Any]):
+    """Takes a while over each step, so that hours are spent and the machine is not."""
+
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+
+    def step(self, action: Any) -> Any:
+        threading.Event().wait(0.1)  # Not a wait of the test's: what it is about.
+        return super().step(action)
+
+
 def test_workers_are_ended_when_the_run_has_used_its_hours(remote: Backend) -> None:
-    faults = Faults(max_worker_hours=6 / 3600)
-    with ClusterEnv("CartPole-v1", NUM_ENVS, faults=faults, **remote) as envs:
+    faults = Faults(max_worker_hours=12 / 3600)
+    with ClusterEnv(Leisurely, NUM_ENVS, faults=faults, **remote) as envs:
         pids = envs.worker_pids
         envs.reset(seed=1)
         actions = np.zeros(NUM_ENVS, np.int64)
-        with pytest.raises(BudgetSpent, match=r"max_worker_hours=0\.00166667\).* 0 had been started again"):
+        with pytest.raises(BudgetSpent, match=r"max_worker_hours=0\.00333333\).* 0 had been started again"):
             exhaust(envs.step(actions) for _ in itertools.count())
         assert wait_until_gone(pids, 0.0) == []
         with pytest.raises(BudgetSpent):
@@ -331,8 +342,8 @@ def test_workers_are_ended_when_the_run_has_used_its_hours(remote: Backend) -> N
 
 
 def test_a_stream_ends_when_the_run_has_used_its_hours() -> None:
-    faults = Faults(max_worker_hours=6 / 3600)
-    with ClusterEnv("CartPole-v1", NUM_ENVS, num_workers=2, faults=faults) as envs, pytest.raises(BudgetSpent):
+    faults = Faults(max_worker_hours=12 / 3600)
+    with ClusterEnv(Leisurely, NUM_ENVS, num_workers=2, faults=faults) as envs, pytest.raises(BudgetSpent):
         exhaust(envs.stream(Linear(), 8))
 
 

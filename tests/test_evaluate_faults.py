@@ -61,6 +61,7 @@ class AlwaysKills:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_an_episode_that_ends_every_worker_does_not_do_so_for_ever() -> None:
     mishap = AlwaysKills()
     with ClusterEnv(lambda: Uneven(mishap), 2, num_workers=1) as envs, pytest.raises(WorkerLost):

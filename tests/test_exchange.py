@@ -15,8 +15,10 @@ from gymnasium.vector import SyncVectorEnv
 from clusterenv import ClusterEnv, Timeouts
 from clusterenv.errors import CallTimeout, ConfigError, WorkerFailed
 from tests.conftest import Backend
+from tests.tally import Tally, truth
 
 NUM_ENVS = 5
+ACTIONS = np.zeros(4, np.int64)
 
 
 def test_each_environment_goes_through_what_it_would_in_lockstep(backend: Backend) -> None:
@@ -151,3 +153,23 @@ def test_an_exception_reaches_recv(remote: Backend) -> None:
         with pytest.raises(WorkerFailed, match="no way"):
             envs.recv()
         envs.reset(seed=1)
+
+
+def test_after_steps_of_one_worker_all_rows_are_shown_as_they_are(remote: Backend) -> None:
+    def still(obs: Any) -> Any:
+        return np.zeros(len(obs), np.int64)
+
+    with ClusterEnv(Tally, 4, **remote) as envs:
+        envs.reset(seed=1)
+        for start in (0, 2, 0, 0, 2):
+            envs.send(ACTIONS[:2], [start, start + 1])
+            envs.recv()
+            mask = np.array([True, False, False, False])
+            np.testing.assert_array_equal(envs.reset(options={"reset_mask": mask})[0], truth(envs))
+            envs.send(ACTIONS[:2], [start, start + 1])
+            envs.recv()
+            before = truth(envs)
+            rollout = envs.rollout(still, 3)
+            np.testing.assert_array_equal(rollout.obs[0], before)
+            np.testing.assert_array_equal(rollout.next_obs, truth(envs))
+            np.testing.assert_array_equal(envs.step(ACTIONS)[0], truth(envs))

@@ -48,6 +48,7 @@ def contents(out: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in (out / "updates").iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [PPO, DQN], ids=["ppo", "dqn"])
 def test_an_experiment_leaves_records_tables_and_figures_and_is_not_repeated(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

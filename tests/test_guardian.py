@@ -26,7 +26,7 @@ from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire.ticket import TICKET_VARIABLE, Ticket
 from tests.conftest import Backend, guardian_of, wait_until_gone
 from tests.launchers import OwnLauncher, start_module
-from tests.test_cleanup import IDLE_S, TICK_S, cpu_s
+from tests.test_cleanup import IDLE_S, cpu_s
 from tests.worlds import Factory, World
 
 ROOT = Path(__file__).parent.parent
@@ -84,10 +84,10 @@ class ElsewhereLauncher(OwnLauncher):
 
 @dataclass(frozen=True, kw_only=True)
 class HastyLauncher(LocalLauncher):
-    """Its workers count as hung after a second."""
+    """Its workers count as hung after three seconds."""
 
     def launch(self, ticket: Ticket, num_workers: int) -> ProcessFleet:
-        return super().launch(msgspec.structs.replace(ticket, hang_s=1.0), num_workers)
+        return super().launch(msgspec.structs.replace(ticket, hang_s=3.0), num_workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +158,11 @@ class Busy(World):
 BUSY: list[Factory] = [lambda: Busy(0), lambda: Busy(1)]
 
 
+def end_s() -> float:
+    """How long workers may live on without their head: END_S, and in proportion longer where others have the cores."""
+    return END_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def log_of(log_dir: Path, worker_index: int) -> Path:
     (log,) = log_dir.rglob(f"worker-{worker_index}.log")
     return log
@@ -200,7 +205,7 @@ def test_workers_and_helpers_end_with_a_killed_head_while_c_code_holds_the_lock(
     assert wait_until_gone([*pids, *helpers], 0.0) == [*pids, *helpers]
     script.kill()
     script.wait()
-    assert wait_until_gone([*pids, *helpers, *guardians], END_S) == []
+    assert wait_until_gone([*pids, *helpers, *guardians], end_s()) == []
 
 
 @pytest.mark.parametrize("end", ["crash", signal.SIGKILL, signal.SIGTERM, "close"])
@@ -253,7 +258,7 @@ def _quit_a_worker() -> None:
         pids = [*envs.call("perform", "start_helpers")[1], envs.worker_pids[1]]
         envs.call_async("perform", "hold_lock")
         os.kill(guardian_of(envs.worker_pids[1]), signal.SIGQUIT)
-        assert wait_until_gone(pids, 5.0) == []
+        assert wait_until_gone(pids) == []
         with pytest.raises(WorkerLost, match="SIGKILL"):
             envs.call_wait()
 
@@ -293,7 +298,8 @@ def test_a_guardian_is_small_and_idle(remote: Backend) -> None:
             assert len(list(Path(f"/proc/{pid}/task").iterdir())) == 1
             assert len(os.listdir(f"/proc/{pid}/fd")) < 12
         assert wait_until_gone(guardians[:1], IDLE_S) == guardians[:1]
-        assert [cpu_s(pid) for pid in guardians] <= [was + TICK_S for was in before]
+        used = [cpu_s(pid) - was for pid, was in zip(guardians, before, strict=True)]
+        assert max(used) < 0.01 * IDLE_S
 
 
 def test_the_ticket_can_be_read_nowhere_in_a_worker(remote: Backend) -> None:
@@ -326,7 +332,7 @@ def test_the_stack_of_a_hung_worker_is_in_its_log(remote: Backend, method: str, 
 
 def test_a_rollout_that_gets_on_is_not_taken_for_hung(remote: Backend, tmp_path: Path) -> None:
     with ClusterEnv(BUSY, **remote, launcher=HastyLauncher(log_dir=tmp_path)) as envs:
-        envs.set_attr("pause_s", 0.1)
+        envs.set_attr("pause_s", 0.3)
         envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 20)
     assert " in step\n" not in log_of(tmp_path, 1).read_text()
 

@@ -137,7 +137,7 @@ def test_infos_are_not_looked_for_in_memory_that_is_not_shared() -> None:
 
 
 def test_a_worker_that_talks_without_answering_cannot_stretch_a_deadline() -> None:
-    with start(["a flood without an answer"], timeouts=Timeouts(call_s=1.0, close_s=0.5)) as envs:
+    with start(["a flood without an answer"], timeouts=Timeouts(call_s=3.0, close_s=0.5)) as envs:
         envs.reset(seed=1)
         with pytest.raises(WorkerLost, match=r"Worker 1 .*hangs"):
             envs.step(np.zeros(NUM_ENVS, np.int64))

@@ -21,6 +21,8 @@ PLACES = (
 
 Call = Callable[[ClusterEnv], Any]
 
+pytestmark = pytest.mark.slow  # Before every line; test_core_interrupts tries some lines of every call.
+
 
 @pytest.mark.parametrize(
     "call",

@@ -215,17 +215,17 @@ def test_nobody_who_sees_the_pods_sees_the_ticket(bed: KubeCluster, door: Door) 
 
 def test_what_workers_wait_for_is_said(laptop: KubeCluster, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(LaunchError) as caught:
-        launch(make(cpus=3), num_workers=4, timeouts=Timeouts(join_s=4, close_s=5, trial_s=0))
+        launch(make(cpus=3), num_workers=4, timeouts=Timeouts(join_s=12, close_s=5, trial_s=0))
     line = r"2 of 4 workers running; workers \d, \d: 0/2 nodes are available: 2 Insufficient cpu"
     assert re.search(line, caplog.text), caplog.text
-    assert re.search(rf"Only 2 of 4 workers joined within 4 s\. .*{line}", str(caught.value))
+    assert re.search(rf"Only 2 of 4 workers joined within 12 s\. .*{line}", str(caught.value))
     assert "FailedScheduling" in str(caught.value)
 
 
 def test_an_image_that_is_not_there_is_told_in_seconds(laptop: KubeCluster, seconds: Callable[[], float]) -> None:
     with pytest.raises(LaunchError, match=r"its image cannot be pulled.*image_pull_secrets") as caught:
         launch(make(image="missing:1"))
-    assert seconds() < 10
+    assert seconds() < 60, "long before the workers are given up"
     assert "The events of Pod" in str(caught.value)
 
 
@@ -375,7 +375,9 @@ def end_head(head: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("end", ["interrupt", "exception", "kill"])
 def test_however_a_head_ends_it_leaves_nothing(laptop: KubeCluster, end: str, seconds: Callable[[], float]) -> None:
-    head = start_head("raise KeyError('mine')" if end == "exception" else "time.sleep(60)")
+    # Briefly, again and again: of a signal that comes just before a sleep, Python learns when that is over.
+    then = "raise KeyError('mine')" if end == "exception" else "any(time.sleep(0.1) for _ in range(600))"
+    head = start_head(then)
     try:
         if end == "interrupt":
             head.send_signal(signal.SIGINT)
@@ -383,8 +385,8 @@ def test_however_a_head_ends_it_leaves_nothing(laptop: KubeCluster, end: str, se
             head.kill()
         ended_at = seconds()
         head.wait(30)
-        laptop.wait_until(lambda: laptop.remains() == [], 10.0)
-        assert seconds() - ended_at < 10
+        laptop.wait_until(lambda: laptop.remains() == [])
+        assert seconds() - ended_at < 60
     finally:
         end_head(head)
 
@@ -398,8 +400,8 @@ def test_if_the_heads_machine_is_lost_kubernetes_removes_everything_after_the_le
         os.kill(client, signal.SIGKILL)
         head.kill()
         killed_at = seconds()
-        bed.wait_until(lambda: bed.remains() == [], 30.0)
-        assert seconds() - killed_at < 20
+        bed.wait_until(lambda: bed.remains() == [])
+        assert seconds() - killed_at < 60
     finally:
         end_head(head)
 
@@ -415,14 +417,14 @@ def test_a_head_in_a_pod_needs_one_command_and_goes_with_all_it_has(
     bed.kubectl("apply", "--filename=-", stdin=manifests)
     try:
         job = next(name for name in bed.remains() if name.startswith("job.batch/my-training-2-"))
-        bed.wait_until(lambda: "ready" in bed.kubectl("logs", job, "--ignore-errors"), 30.0)
+        bed.wait_until(lambda: "ready" in bed.kubectl("logs", job, "--ignore-errors"))
         (head,) = [pod for pod in bed.objects("pods") if "my-training" in pod["metadata"]["name"]]
         (anchor,) = [each for each in bed.objects("jobs") if each["metadata"]["name"].startswith("clusterenv-")]
         assert anchor["metadata"]["ownerReferences"][0]["uid"] == head["metadata"]["uid"]
         assert len(bed.workers()) == NUM_WORKERS
         bed.kubectl("delete", job, "--wait=false")
         bed.kubectl("delete", f"pod/{head['metadata']['name']}", "--force", "--grace-period=0")
-        bed.wait_until(lambda: bed.remains() == [], 15.0)
+        bed.wait_until(lambda: bed.remains() == [])
         assert wait_until_gone(descendants()) == []
     finally:
         bed.kubectl("delete", "--filename=-", "--ignore-not-found", "--wait=false", stdin=manifests)

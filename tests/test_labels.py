@@ -209,7 +209,8 @@ def test_every_kind_of_policy_is_compared_in_every_mode(name: str) -> None:
         }
         for mode, make_one in make_next.items():
             before = envs.stats
-            for _ in range(12):
+            # In a stream, both workers may hold one version that neither has acted by for as long as four rollouts.
+            for _ in range(36):
                 make_one()
                 agent.matrix[...] = agent.source.normal(size=(4, 2))
             stats = envs.stats

@@ -121,13 +121,13 @@ def test_in_process_every_answer_equals_gymnasiums(case: Case) -> None:
     check(case, {"num_workers": 0})
 
 
-@lawful(max_examples=20, is_remote=True)
+@lawful(max_examples=10, is_remote=True)
 @given(case=cases(), num_workers=st.integers(1, 3))
 def test_over_shared_memory_every_answer_equals_gymnasiums(case: Case, num_workers: int) -> None:
     check(case, {"num_workers": min(num_workers, case.num_envs), "network": Network(transport="shm")})
 
 
-@lawful(max_examples=20, is_remote=True)
+@lawful(max_examples=10, is_remote=True)
 @given(case=cases(), num_workers=st.integers(1, 3))
 def test_over_zeromq_every_answer_equals_gymnasiums(case: Case, num_workers: int) -> None:
     check(case, {"num_workers": min(num_workers, case.num_envs), "network": Network(transport="zmq")})

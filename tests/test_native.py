@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 
 from clusterenv import ClusterEnv, NativeVector
 from clusterenv.errors import ClusterEnvError, ConfigError, WorkerFailed
-from tests.conftest import Backend
+from tests.conftest import Backend, wait_until_gone
 from tests.worlds import TroubledWorld, World, WorldError, assert_same
 
 AnyVector = VectorEnv[Any, Any, Any]
@@ -195,3 +197,113 @@ def test_no_warning_tells_of_a_mode_that_cannot_travel(remote: Backend) -> None:
         warnings.simplefilter("error", RuntimeWarning)
         with ClusterEnv(NativeVector("CartPole-v1"), 4, **remote) as envs:
             assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+
+
+class Rolling(gym.vector.VectorEnv[Any, Any, Any]):
+    """Counts its steps; all its episodes end with the second; leaves by an exception when it is told to."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 - Gymnasium wants it so
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+        self.single_observation_space = gym.spaces.Box(0, 1e6, (1,), np.float64)
+        self.single_action_space = gym.spaces.Discrete(3)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        self._count = 0
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self._count = 0
+        return self._observe(), {}
+
+    def step(self, actions: Any) -> Any:
+        if (np.asarray(actions) == 2).any():
+            raise SystemExit("told to leave")
+        self._count += 1
+        ended = np.full(self.num_envs, self._count == 2)
+        return self._observe(), np.ones(self.num_envs), ended, np.zeros(self.num_envs, np.bool_), {}
+
+    def _observe(self) -> Any:
+        return np.full((self.num_envs, 1), float(self._count))
+
+
+def test_a_native_step_that_fails_leaves_all_rows_and_flags_as_they_were(remote: Backend) -> None:
+    with ClusterEnv(NativeVector(Rolling), 4, **remote) as envs:
+        envs.reset(seed=0)
+        envs.step(np.zeros(4, np.int64))
+        seen, _, terminated, _, _ = envs.step(np.zeros(4, np.int64))
+        assert terminated.all()
+        with pytest.raises(WorkerFailed):
+            envs.step(np.array([0, 0, 2, 0]))
+        newest: Any = envs._backend.newest
+        np.testing.assert_array_equal(newest.observations[0][2:], seen[2:])
+        assert newest.terminations[2:].all()
+
+
+class Ticking(gym.vector.VectorEnv[Any, Any, Any]):
+    """Shows how many steps each episode has; an action of 1 ends it."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 - Gymnasium wants it so
+
+    def __init__(self, num_envs: int, mode: AutoresetMode) -> None:
+        self.metadata = {"autoreset_mode": mode}
+        self.num_envs = num_envs
+        self.single_observation_space = gym.spaces.Box(0, 1e6, (1,), np.float64)
+        self.single_action_space = gym.spaces.Discrete(2)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        self._counts = np.zeros(num_envs)
+        self._ended = np.zeros(num_envs, np.bool_)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        mask = (options or {}).get("reset_mask", np.ones(self.num_envs, np.bool_))
+        self._counts[mask], self._ended[mask] = 0, False
+        return self._counts[:, None].copy(), {}
+
+    def step(self, actions: Any) -> Any:
+        begins = self._ended if self.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP else np.False_
+        self._counts = np.where(begins, 0.0, self._counts + 1)
+        self._ended = (np.asarray(actions) == 1) & ~begins
+        return (
+            self._counts[:, None].copy(),
+            np.ones(self.num_envs),
+            self._ended.copy(),
+            np.zeros(self.num_envs, bool),
+            {},
+        )
+
+
+def lose(envs: ClusterEnv, index: int) -> None:
+    pid = envs.workers[index].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until_gone([pid]) == []
+
+
+def test_a_reset_of_some_native_environments_does_not_hide_that_the_others_were_lost(remote: Backend) -> None:
+    mode = AutoresetMode.DISABLED
+    vector = NativeVector(lambda num_envs: Ticking(num_envs, mode))
+    with ClusterEnv(vector, 4, autoreset_mode=mode, **remote) as envs:
+        envs.reset(seed=0)
+        for _ in range(2):
+            envs.step(np.zeros(4, np.int64))
+        seen, _, terminated, *_ = envs.step(np.array([0, 1, 0, 0]))
+        lose(envs, 0)
+        shown, _ = envs.reset(options={"reset_mask": terminated})
+        np.testing.assert_array_equal(shown[[0, 2, 3]], seen[[0, 2, 3]])
+        shown, _, _, truncated, infos = envs.step(np.zeros(4, np.int64))
+        assert truncated.tolist() == [True, False, False, False]
+        assert infos["worker_lost"].tolist() == [True, False, False, False]
+        np.testing.assert_array_equal(shown[0], seen[0])
+
+
+def test_an_episode_that_ends_in_its_first_step_after_a_loss_is_told(remote: Backend) -> None:
+    vector = NativeVector(lambda num_envs: Ticking(num_envs, AutoresetMode.NEXT_STEP))
+    with ClusterEnv(vector, 4, **remote) as envs:
+        envs.reset(seed=0)
+        envs.step(np.array([0, 1, 0, 0]))  # Environment 1 has ended; 0 goes on.
+        lose(envs, 0)
+        *_, truncated, _ = envs.step(np.zeros(4, np.int64))
+        assert truncated.tolist() == [True, False, False, False]
+        _, _, terminated, _, _ = envs.step(np.array([1, 0, 0, 0]))
+        assert terminated.tolist() == [True, False, False, False]

@@ -60,8 +60,10 @@ def test_logprobs_and_values_are_those_of_the_version_that_acted(backend: Backen
             assert (rollout.versions + rollout.ages == version).all()
             for env_index, behaviour in enumerate(rollout.versions):
                 logprob, value = history[behaviour].evaluate(rollout.obs, rollout.actions)
-                np.testing.assert_allclose(rollout.logprob[:, env_index], logprob[:, env_index], atol=1e-5)
-                np.testing.assert_allclose(rollout.value[:, env_index].ravel(), value[:, env_index].ravel(), atol=1e-5)
+                np.testing.assert_allclose(rollout.logprob[:, env_index], logprob[:, env_index], rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(
+                    rollout.value[:, env_index].ravel(), value[:, env_index].ravel(), rtol=1e-4, atol=1e-5
+                )
             agent.nudge(0.1)
         assert 1 < rollout.versions.max() <= 7
         assert envs.stats["pulls"] < 7 * max(1, envs.num_workers)
@@ -91,8 +93,8 @@ def test_a_step_with_an_agent_tells_what_it_decided(backend: Backend) -> None:
         for version in (1, 2, 3):
             following, rewards, _, _, infos = envs.step(agent)
             logprob, value = agent.evaluate(obs, infos["action"])
-            np.testing.assert_allclose(infos["logprob"], logprob, atol=1e-5)
-            np.testing.assert_allclose(infos["value"].ravel(), value.ravel(), atol=1e-5)
+            np.testing.assert_allclose(infos["logprob"], logprob, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(infos["value"].ravel(), value.ravel(), rtol=1e-4, atol=1e-5)
             assert infos["policy_version"].tolist() == [version] * 5
             assert rewards.tolist() == [1.0] * 5
             obs = following
@@ -184,8 +186,8 @@ def test_a_torch_agent_acts_and_learns_on_workers(backend: Backend) -> None:
             rollout = envs.rollout(agent, 20)
             obs, actions = torch.from_numpy(rollout.obs), torch.from_numpy(rollout.actions)
             _, logprob, _, value = agent.get_action_and_value(obs, actions)
-            np.testing.assert_allclose(rollout.logprob, logprob.detach(), atol=1e-5)
-            np.testing.assert_allclose(rollout.value.ravel(), value.detach().ravel(), atol=1e-5)
+            np.testing.assert_allclose(rollout.logprob, logprob.detach(), rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(rollout.value.ravel(), value.detach().ravel(), rtol=1e-4, atol=1e-5)
             assert (rollout.versions == version).all()
             agent.zero_grad()
             logprob.mean().backward()  # type: ignore[no-untyped-call]  # torch's
@@ -206,7 +208,9 @@ def test_after_weights_that_could_not_be_sent_the_next_rollout_is_labelled_truly
         agent.critic = good
         agent.nudge()
         rollout = envs.rollout(agent, 4)
-        np.testing.assert_allclose(rollout.logprob, agent.evaluate(rollout.obs, rollout.actions)[0], atol=1e-5)
+        np.testing.assert_allclose(
+            rollout.logprob, agent.evaluate(rollout.obs, rollout.actions)[0], rtol=1e-4, atol=1e-5
+        )
         assert (rollout.ages == 0).all()
 
 
@@ -259,7 +263,9 @@ def test_another_agent_may_take_over_at_any_time(backend: Backend) -> None:
         envs.reset(seed=1)
         for agent in (first, second, first):
             rollout = envs.rollout(agent, 4)
-            np.testing.assert_allclose(rollout.logprob, agent.evaluate(rollout.obs, rollout.actions)[0], atol=1e-5)
+            np.testing.assert_allclose(
+                rollout.logprob, agent.evaluate(rollout.obs, rollout.actions)[0], rtol=1e-4, atol=1e-5
+            )
 
 
 def test_values_given_with_a_call_reach_the_policy(backend: Backend) -> None:
@@ -305,5 +311,12 @@ def test_without_a_rule_every_rollout_is_made_with_the_newest_weights(backend: B
         for _ in range(3):
             rollout = envs.rollout(agent, 3)
             assert (rollout.ages == 0).all()
-            np.testing.assert_allclose(rollout.logprob, agent.evaluate(rollout.obs, rollout.actions)[0], atol=1e-5)
+            np.testing.assert_allclose(
+                rollout.logprob, agent.evaluate(rollout.obs, rollout.actions)[0], rtol=1e-4, atol=1e-5
+            )
             agent.nudge(0.0001)
+
+
+def test_actions_of_the_wrong_shape_are_a_policy_error_wherever_the_policy_runs(backend: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 4, **backend) as envs, pytest.raises(PolicyError, match="shape"):
+        envs.rollout(lambda obs: np.zeros(1, np.int64), 3)

@@ -22,7 +22,7 @@ def blocks_of(page: Path) -> list[str]:
 
 
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
+    pytest.param(block, id=f"{page.name}-{number}", marks=[] if page.name == "README.md" else pytest.mark.slow)
     for page in PAGES
     for number, block in enumerate(blocks_of(page), 1)
     if not any(name in block for name in ELSEWHERE)

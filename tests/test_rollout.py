@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -20,6 +23,7 @@ from clusterenv.errors import ConfigError, PolicyError, WorkerFailed
 from clusterenv.rollout import map_tree
 from tests.conftest import Backend
 from tests.policies import Calendar, Hashing, StepCounter
+from tests.tally import Tally
 from tests.worlds import World, assert_same, make_factories
 
 OBSERVATIONS: list[spaces.Space[Any]] = [
@@ -311,3 +315,78 @@ def test_a_rollout_waits_for_no_call_under_way(backend: Backend) -> None:
 def test_a_rollout_has_at_least_one_step() -> None:
     with ClusterEnv("CartPole-v1", 2, num_workers=0) as envs, pytest.raises(ConfigError, match="num_steps"):
         envs.rollout(Hashing(envs.single_action_space), 0)
+
+
+def test_a_rollout_with_tensors_may_change_its_device_and_refuses_transitions(backend: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 2, **backend) as envs:
+        rollout = envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 4).to_torch()
+        assert rollout.to_torch("cpu").obs.shape == (4, 2, 4)
+        with pytest.raises(TypeError, match="before to_torch"):
+            rollout.transitions()
+
+
+class Gated(gym.Env[Any, Any]):
+    """Terminates with its first step; its second waits until somebody opens the gate."""
+
+    observation_space = gym.spaces.Box(0, 1e6, (1,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._count = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(1), {}
+
+    def step(self, action: Any) -> Any:
+        self._count += 1
+        if self._count == 2:
+            with open(self._path, "rb") as gate:
+                gate.read()
+        return np.full(1, float(self._count)), 0.0, True, False, {}
+
+
+def test_a_rollout_under_way_leaves_what_the_learner_saw_last_alone(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with ClusterEnv([lambda: Gated(str(gate))], num_workers=1) as envs:
+        envs.reset(seed=0)
+        before: Any = envs._backend.newest
+        seen: list[Any] = []
+
+        def look_and_open() -> None:
+            with open(gate, "wb"):  # Opens when the environment waits there, a step and a reset into the rollout.
+                seen.append((before.observations[0].copy(), before.terminations.copy()))
+
+        opener = threading.Thread(target=look_and_open)
+        opener.start()
+        envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 3)
+        opener.join()
+    observations, terminations = seen[0]
+    assert not terminations.any()
+    np.testing.assert_array_equal(observations, 0.0)
+
+
+def test_a_rollout_after_one_that_failed_knows_whose_episode_was_over(backend: Backend) -> None:
+    class Short(Tally):
+        """Its second step ends the first one's episode, and makes the second one raise, once."""
+
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self._index, self._has_raised = index, False
+
+        def step(self, action: Any) -> Any:
+            observation, reward, _, _, _ = super().step(action)
+            if self._steps == 2 and self._index == 1 and not self._has_raised:
+                self._has_raised = True
+                raise RuntimeError("once")
+            return observation, reward, self._steps == 2 and self._index == 0, False, {}
+
+    kinds = dict(backend, num_workers=min(1, backend["num_workers"]))
+    with ClusterEnv([lambda: Short(0), lambda: Short(1)], **kinds) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(RuntimeError, match="once"):
+            envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
+        rollout = envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 3)
+        assert rollout.valid[0].tolist() == [False, True], "the first step of the first one is a reset"

@@ -297,6 +297,7 @@ def test_what_is_for_making_environments_is_refused_with_made_ones() -> None:
         ClusterVecEnv(envs, num_workers=2)
 
 
+@pytest.mark.slow
 def test_ppo_learns_to_balance_the_pole() -> None:
     envs = make("CartPole-v1", 16, num_workers=2)
     model = quiet(

@@ -36,7 +36,7 @@ from clusterenv.wire.address import Address, choose_addresses
 from clusterenv.wire.arrays import CHUNK_BYTES
 from clusterenv.wire.compatibility import installed_versions
 from clusterenv.wire.messages import PROTOCOL, Join, Refused, Register
-from clusterenv.wire.shared import SharedMemory
+from clusterenv.wire.shared import SharedMemory, WorkerProcess
 from clusterenv.wire.ticket import TICKET_VARIABLE, Ticket
 from clusterenv.wire.zeromq import HeadSocket, Keys, WorkerSocket
 from clusterenv.worker.head_watch import Link
@@ -526,3 +526,15 @@ def test_the_security_page_names_only_tests_that_exist() -> None:
     }
     assert len(named) > 15
     assert named <= defined, named - defined
+
+
+def test_nobody_is_taken_for_a_worker_who_does_not_map_its_mailbox() -> None:
+    memory = SharedMemory(4096)
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        for pid in (os.getpid(), other.pid):  # Else the head would end them when the worker is lost.
+            with pytest.raises(OSError):  # noqa: PT011 - which one, the kernel decides
+                WorkerProcess(pid, memory)
+    finally:
+        other.communicate()
+        memory.close()

@@ -18,6 +18,7 @@ from tests.worlds import assert_same, make_factories
 __all__ = ["sshd"]
 
 
+@pytest.mark.slow
 class TestSSHLauncher(LauncherContract):
     """What every launcher must do."""
 

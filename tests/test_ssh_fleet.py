@@ -140,8 +140,9 @@ def test_a_client_that_cannot_be_run_is_told_by_exits(
 
 
 def test_stopping_while_still_logging_in_leaves_nothing(sshd: Sshd, socket: HeadSocket, launch: Launch) -> None:
-    fleet = launch(sshd.launcher({"host1": 3}, python=SLEEP))
-    assert fleet.status() == "logging in to host1 (3)"
+    with sshd.frozen():
+        fleet = launch(sshd.launcher({"host1": 3}, python=SLEEP))
+        assert fleet.status() == "logging in to host1 (3)"
     fleet.stop(timeout_s=0.0)
     assert wait_until_gone(running("sleep", "1000")) == []
 

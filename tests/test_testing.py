@@ -56,7 +56,9 @@ def pids_of(envs: ClusterEnv) -> tuple[int, ...]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize(
+    "mode", [AutoresetMode.NEXT_STEP, *(pytest.param(mode, marks=pytest.mark.slow) for mode in list(AutoresetMode)[1:])]
+)
 def test_clusterenv_keeps_every_law(mode: AutoresetMode, backend: Backend) -> None:
     factories = make_factories(NUM_ENVS)
     # How it ends is the same in all modes, and to start workers for it takes its time.
@@ -76,8 +78,9 @@ def test_clusterenv_keeps_every_law(mode: AutoresetMode, backend: Backend) -> No
     ("mode", "transport", "laws"),
     [
         (AutoresetMode.NEXT_STEP, "zmq", FAULTS),
-        (AutoresetMode.SAME_STEP, "shm", {"one-killed", "all-killed"}),
-        (AutoresetMode.DISABLED, "shm", {"one-killed"}),
+        (AutoresetMode.SAME_STEP, "shm", {"one-killed"}),
+        pytest.param(AutoresetMode.SAME_STEP, "shm", {"all-killed"}, marks=pytest.mark.slow),
+        pytest.param(AutoresetMode.DISABLED, "shm", {"one-killed"}, marks=pytest.mark.slow),
     ],
 )
 def test_clusterenv_survives_what_it_says(mode: AutoresetMode, transport: str, laws: set[str]) -> None:
@@ -101,7 +104,9 @@ def test_gymnasiums_sync_breaks_what_the_page_says(mode: AutoresetMode) -> None:
     assert set(report.not_applicable) == others(mode) | FAULTS | HALVES
 
 
-@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize(
+    "mode", [AutoresetMode.NEXT_STEP, *(pytest.param(mode, marks=pytest.mark.slow) for mode in list(AutoresetMode)[1:])]
+)
 def test_gymnasiums_async_breaks_what_the_page_says(mode: AutoresetMode) -> None:
     factories = make_factories(NUM_ENVS, infos="sparse")
     report = check_vector_env(

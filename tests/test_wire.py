@@ -29,6 +29,7 @@ from clusterenv.wire.semaphore import SIZE_BYTES, Chain, Semaphore
 from clusterenv.wire.ticket import Ticket
 from clusterenv.wire.zeromq import HeadSocket, WorkerSocket
 from tests.launchers import OwnLauncher, start_module
+from tests.tally import Tally
 
 
 class KeepTicket(OwnLauncher):
@@ -362,9 +363,25 @@ def test_no_answer_of_a_worker_that_shares_memory_is_waited_for_in_vain() -> Non
     with ClusterEnv("CartPole-v1", 4, num_workers=2, network=Network(transport="shm")) as envs:
         envs.reset(seed=1)
         actions = np.zeros(4, np.int64)
-        slow = 0
-        for _ in range(500):
+
+        def count_slow() -> int:
+            slow = 0
+            for _ in range(500):
+                began = time.monotonic()
+                envs.step(actions)
+                slow += time.monotonic() - began > 0.09
+            return slow
+
+        # Others may keep the cores for as long once, but not time and again.
+        assert any(count_slow() < 10 for _ in range(5))
+
+
+def test_infos_that_are_not_numbers_cost_no_tenth_of_a_second() -> None:
+    with ClusterEnv(Tally, 4, num_workers=2, network=Network(transport="shm")) as envs:
+        envs.reset(seed=1)
+        took_s = []
+        for _ in range(100):
             began = time.monotonic()
-            envs.step(actions)
-            slow += time.monotonic() - began > 0.09
-        assert slow < 10
+            envs.step(np.zeros(4, np.int64))
+            took_s.append(time.monotonic() - began)
+        assert sorted(took_s)[50] < 0.09, "half of them, at least: the others may have waited for a core"

@@ -285,7 +285,7 @@ class TroubledWorld(World):
 
 
 class SlackWorld(World):
-    """A World whose `flaw` breaks the space or the signature it promised, from its second step on."""
+    """A World whose `flaw` breaks the space or the signature it promised, in all but the first step after a reset."""
 
     flaws: ClassVar[dict[str, Callable[[tuple[Any, ...]], Any]]] = {
         "shape": lambda answer: (np.zeros(5, np.float32), *answer[1:]),
@@ -300,15 +300,19 @@ class SlackWorld(World):
 
     def __init__(self, flaw: str, **options: Any) -> None:
         super().__init__(longest_episode=1000, infos="none", **options)
-        self._flaw = flaw
+        self.flaw = flaw
         self._has_stepped = False
+
+    def reset(self, **options: Any) -> Any:
+        self._has_stepped = False
+        return super().reset(**options)
 
     def step(self, action: Any) -> Any:
         answer = super().step(action)
         if not self._has_stepped:
             self._has_stepped = True
             return answer
-        return self.flaws[self._flaw](answer)
+        return self.flaws[self.flaw](answer)
 
 
 class ReusingWorld(World):

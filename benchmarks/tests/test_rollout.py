@@ -20,6 +20,7 @@ from benchmarks.peers.rollout_cells import READING_ORDER, ROLLOUT_TASKS, list_ta
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_pushed_weights_step_the_environments_as_the_bare_loop_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
     num_steps = 40  # Some CartPole of the four is finished and reset by then.
@@ -38,6 +39,7 @@ def test_pushed_weights_step_the_environments_as_the_bare_loop_does(monkeypatch:
             np.testing.assert_array_equal(push.columns[name][:, 2 * worker : 2 * worker + 2], getattr(shard, name))
 
 
+@pytest.mark.slow
 def test_a_short_run_of_cheap_contenders_writes_its_table_and_every_round(tmp_path: Path) -> None:
     command = (
         "-m benchmarks.peers.rollout --tasks cartpole --only rollout-shm central-sync --rounds 1 --seconds 0.05 "

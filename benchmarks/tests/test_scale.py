@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_light_workers_serve_a_head_through_rollouts_streams_checks_pulls_and_a_storm(tmp_path: Path) -> None:
     command = f"-m benchmarks.studies.scale --sizes 8 --observations --rounds 1 --rollouts 8 --out {tmp_path}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
