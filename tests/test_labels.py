@@ -19,9 +19,11 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from clusterenv import AdaptiveSync, BasePolicy, ClusterEnv, Decision, EveryUpdate, SyncBudget
+from clusterenv.errors import PolicyError
 from clusterenv.head.worker import Version
 from clusterenv.policy import Categorical, Custom, Deterministic, QValues, SquashedGaussian, divergence
 from clusterenv.policy.distribution import Distribution
+from clusterenv.policy.measure import MEASURES, Measure, measure_divergence
 from clusterenv.rollout import Rollout
 from tests.conftest import Backend
 from tests.policies import Linear
@@ -273,6 +275,54 @@ def test_a_budget_is_spent_on_one_worker_after_the_other(remote: Backend) -> Non
         assert ages[4:] == [[0, 1], [1, 0]] * 8 or ages[4:] == [[1, 0], [0, 1]] * 8
         assert envs.stats["pulls_budget"] == 19
         assert 0 < envs.stats["threshold"] < 1
+
+
+def test_a_budget_in_bytes_is_kept_and_says_which_threshold_it_came_to(remote: Backend) -> None:
+    agent = Linear()
+    with ClusterEnv(Alike, 4, **remote, sync=SyncBudget(bytes_per_second=1e9)) as envs:
+        envs.reset(seed=1)
+        for _ in range(4):  # There is more than anybody can spend, but for the time before the first version.
+            envs.rollout(agent, 8)
+            agent.matrix[:, 0] += 0.03
+        assert envs.stats["pulls_budget"] >= 4
+        assert f"The budget came to a threshold of {envs.stats['threshold']:.2g} nats" in envs.summary()
+    with ClusterEnv(Alike, 4, **remote, sync=SyncBudget(bytes_per_second=1e-6)) as envs:
+        envs.reset(seed=1)
+        for _ in range(4):
+            envs.rollout(agent, 8)
+            agent.matrix[:, 0] += 0.03
+        assert "pulls_budget" not in envs.stats
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_workers_pull_and_rollouts_are_labelled_by_the_measure_of_the_rule(measure: Measure) -> None:
+    agent = Linear()
+    first = agent.matrix.copy()
+    obs = (1 + 0.05 * np.random.default_rng(0).normal(size=(4096, 4))).astype(np.float32)
+    rule = AdaptiveSync(0.02, measure=measure, plateau=None)
+    with ClusterEnv(Alike, 4, num_workers=2, sync=rule) as envs:
+        envs.reset(seed=1)
+        for _ in range(60):
+            rollout = envs.rollout(agent, 8)
+            if rollout.versions[0] > 1:
+                break
+            own, newest = Categorical(obs @ first), Categorical(obs @ agent.matrix)
+            expected = measure_divergence(own, newest, measure)
+            np.testing.assert_allclose(rollout.divergences, expected, rtol=0.15, atol=1e-6)
+            agent.matrix[:, 0] += 0.01
+        assert envs.stats["pulls_diverged"] == 2
+        assert 0.02 < envs.stats["threshold"] < 0.04
+
+
+@pytest.mark.parametrize("measure", ["tv", "ess"])
+def test_a_measure_of_probabilities_is_refused_where_there_are_none(measure: Measure) -> None:
+    with ClusterEnv("CartPole-v1", 2, num_workers=0, sync=AdaptiveSync(measure=measure)) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(PolicyError, match=f'measure="{measure}" is computed from the probabilities of actions'):
+            envs.rollout(lambda obs: np.zeros(len(obs), np.int64), 8)
+        with pytest.raises(PolicyError, match="Custom distributions have no probabilities"):
+            envs.rollout(POLICIES["custom"][0](), 8)
+        envs.rollout(Linear(), 8)
 
 
 class Mute(Linear):

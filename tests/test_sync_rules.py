@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,7 +64,7 @@ def test_a_worker_with_the_newest_weights_does_not_pull(rule: SyncRule) -> None:
     assert rule.start().judge(0, 0) == Verdict(False, Reason.CURRENT)
 
 
-def test_only_the_adaptive_rule_compareses() -> None:
+def test_only_the_adaptive_rule_compares() -> None:
     assert [rule.compares for rule in RULES] == [True, False, False, False]
 
 
@@ -236,56 +237,126 @@ def test_no_worker_is_ever_more_than_the_lag_bound_behind_or_over_the_threshold(
         {"threshold": -1.0},
         {"threshold": math.nan},
         {"threshold": math.inf},
+        {"threshold": "small"},
+        {"threshold": True},
+        {"measure": "KL"},
+        {"measure": None},
         {"max_lag": 0},
+        {"max_lag": 2.5},
+        {"max_lag": True},
         {"max_lag": math.nan},
+        {"plateau": "half"},
         {"plateau": -0.1},
         {"plateau": 1.0},
         {"plateau": math.nan},
     ],
 )
-def test_settings_that_make_no_sense_are_refused(arguments: dict[str, float]) -> None:
+def test_settings_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(arguments))):
         AdaptiveSync(**arguments)
 
 
-@pytest.mark.parametrize("wrong", [0, math.nan, "all"])
-def test_a_period_is_at_least_one_version(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"PeriodicSync\.k"):
+@pytest.mark.parametrize("wrong", [0, -3, 1.5, 4.0, True, math.inf, math.nan, "all", None])
+def test_a_period_is_a_whole_number_of_versions(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"PeriodicSync\.k must be at least 1 version, a whole number"):
         PeriodicSync(wrong)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert PeriodicSync(np.int64(3)).max_lag == 3  # type: ignore[arg-type]  # as users have them
+    assert AdaptiveSync(np.float32(0.05), max_lag=np.int64(4)).max_lag == 4  # type: ignore[arg-type]  # as above
 
 
 def test_the_threshold_is_the_one_argument_everybody_gives() -> None:
     assert AdaptiveSync(0.02) == AdaptiveSync(threshold=0.02)
     with pytest.raises(TypeError):
-        AdaptiveSync(0.02, 5)  # type: ignore[call-arg]  # that is the point
+        AdaptiveSync(0.02, 5)  # type: ignore[call-arg, arg-type]  # that is the point
 
 
 def test_an_off_policy_learner_pulls_when_diverged_and_for_no_other_reason() -> None:
     still = [0.02] * 500
     assert count_pulls(AdaptiveSync.off_policy(), still, updates=500) == []
     assert AdaptiveSync.off_policy(0.01).start().judge(1, 2, 0.02) == Verdict(True, Reason.DIVERGED)
+    assert AdaptiveSync.off_policy(0.01, measure="ess").measure == "ess"
 
 
-@pytest.mark.parametrize("pulls_per_update", [0.25, 0.5, 1, 3.7, 12])
-def test_a_budget_is_kept_over_any_20_updates(pulls_per_update: float) -> None:
-    tracker, num_workers = SyncBudget(pulls_per_update=pulls_per_update).start(), 64
-    held = {1: num_workers}
-    spent = []
-    for newest in range(2, 202):
+PULL_BYTES = 36_736
+
+
+def spend(rule: SyncBudget, num_workers: int, updates: list[tuple[float, bool]]) -> list[int]:
+    """Run so many workers under a budget; returns how many pulled at each update.
+
+    Args:
+        rule: The budget.
+        num_workers: All of them begin with version 1.
+        updates: How long each took, and whether the policy changed by it at all.
+    """
+    tracker, held, spent, now_s, moved = rule.start(), {1: num_workers}, [], 0.0, [0.0, 0.0]
+    tracker.judge(1, 2, 0.0, num_workers, pull_bytes=PULL_BYTES, now_s=now_s)  # The clock starts.
+    for newest, (seconds, is_moving) in enumerate(updates, start=3):
+        now_s += seconds
+        moved += [moved[-1] + is_moving]
         pulled = 0
-        # Versions hardly diverge for a while: what is not spent then must not be spent at once.
-        for own in sorted(held):
-            divergence = 0.0 if 80 < newest < 120 else 0.01 * (newest - own)
-            verdict = tracker.judge(own, newest, divergence, held[own])
+        for own in sorted(held, key=lambda own: -(moved[-1] - moved[min(own, newest) - 1])):
+            divergence = 0.01 * (moved[-1] - moved[own - 1])
+            verdict = tracker.judge(own, newest, divergence, held[own], pull_bytes=PULL_BYTES, now_s=now_s)
             count = min(held[own], verdict.at_most or 0) if verdict.pulls else 0
             held[own] -= count
             pulled += count
         held = {own: count for own, count in {**held, newest: pulled}.items() if count}
         spent.append(pulled)
-    budget = 20 * pulls_per_update
-    windows = [sum(spent[start : start + 20]) for start in range(len(spent) - 19)]
-    assert max(windows) <= max(1.1 * budget, budget + 1)
-    assert min(windows[:60]) >= min(0.9 * budget, budget - 1)
+    return spent
+
+
+@given(
+    st.floats(0.05, 40.0),
+    st.booleans(),
+    st.lists(st.tuples(st.floats(0.5, 2.0), st.booleans()), min_size=40, max_size=80),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_budget_is_never_exceeded_over_any_20_updates(
+    pulls_per_update: float, is_in_bytes: bool, updates: list[tuple[float, bool]]
+) -> None:
+    """By more than a tenth, that is, or by the one pull that cannot be split."""
+    rule = (
+        SyncBudget(bytes_per_second=pulls_per_update * PULL_BYTES)
+        if is_in_bytes
+        else SyncBudget(pulls_per_update=pulls_per_update)
+    )
+    spent = spend(rule, 64, updates)
+    for start in range(len(spent) - 19):
+        budget = pulls_per_update * (sum(update[0] for update in updates[start : start + 20]) if is_in_bytes else 20)
+        assert sum(spent[start : start + 20]) <= max(1.1 * budget, budget + 1) + 1e-2
+
+
+@given(st.floats(0.05, 40.0), st.booleans(), st.lists(st.floats(0.5, 2.0), min_size=40, max_size=80))
+@settings(max_examples=150, deadline=None)
+def test_a_budget_is_spent_while_the_policy_changes(
+    pulls_per_update: float, is_in_bytes: bool, seconds: list[float]
+) -> None:
+    rule = (
+        SyncBudget(bytes_per_second=pulls_per_update * PULL_BYTES)
+        if is_in_bytes
+        else SyncBudget(pulls_per_update=pulls_per_update)
+    )
+    spent = spend(rule, 256, [(each, True) for each in seconds])
+    for start in range(len(spent) - 19):
+        budget = pulls_per_update * (sum(seconds[start : start + 20]) if is_in_bytes else 20)
+        assert sum(spent[start : start + 20]) >= min(0.9 * budget, budget - 1) - 1e-2
+
+
+def test_a_budget_of_bytes_buys_as_many_pulls_as_the_weights_are_small() -> None:
+    for pull_bytes, expected in ((1000, 10), (5000, 2), (20_000, 0)):
+        tracker = SyncBudget(bytes_per_second=1e4).start()
+        tracker.judge(1, 2, 0.1, 50, pull_bytes=pull_bytes, now_s=100.0)
+        verdict = tracker.judge(1, 3, 0.1, 50, pull_bytes=pull_bytes, now_s=101.0)
+        assert (verdict.at_most or 0) == expected
+
+
+def test_versions_that_were_never_judged_are_paid_for_all_the_same() -> None:
+    tracker = SyncBudget(pulls_per_update=2).start()
+    assert tracker.judge(1, 2, 0.1, 50).at_most == 2
+    assert tracker.judge(1, 7, 0.1, 50).at_most == 10
 
 
 def test_a_budget_goes_to_the_most_diverged_who_are_judged_first_and_then_is_gone() -> None:
@@ -296,7 +367,14 @@ def test_a_budget_goes_to_the_most_diverged_who_are_judged_first_and_then_is_gon
     assert tracker.judge(2, 5, 0.3, 9).at_most == 3
 
 
-@pytest.mark.parametrize("wrong", [0, -1, math.inf, math.nan, "all"])
-def test_a_budget_that_makes_no_sense_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="pulls_per_update"):
-        SyncBudget(pulls_per_update=wrong)
+@pytest.mark.parametrize("name", ["pulls_per_update", "bytes_per_second"])
+@pytest.mark.parametrize("wrong", [0, -1, math.inf, math.nan, "all", True])
+def test_a_budget_that_makes_no_sense_is_refused(name: str, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"SyncBudget\.{name} must be a positive number"):
+        SyncBudget(**{name: wrong})
+
+
+@pytest.mark.parametrize("both", [{}, {"pulls_per_update": 1, "bytes_per_second": 1e6}])
+def test_a_budget_is_of_one_kind(both: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"takes one of .*got (neither|both)"):
+        SyncBudget(**both)

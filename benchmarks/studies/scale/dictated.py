@@ -24,7 +24,9 @@ class Dictated:
         """Return the tracker: there is nothing to remember."""
         return self
 
-    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
+    def judge(
+        self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1, **more: float
+    ) -> Verdict:
         """Decide as told."""
         if own >= newest or not self.pulls:
             return Verdict(False, Reason.WAITING)

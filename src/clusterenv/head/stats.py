@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -92,11 +93,14 @@ class Stats:
         spent = self.bytes["weights"] + self.bytes["checks"]
         if not every:
             return f"{self.env_steps} environment steps; no policy was sent to workers."
-        return (
+        sentences = [
             f"{self.env_steps} environment steps, {self.updates} versions of the policy: workers pulled weights "
-            f"{self.pulls} times where pulling every version would have been {self.pulls_if_every_update} times. "
-            f"{_size(spent)} for weights and checks instead of {_size(every)}, {1 - spent / every:.0%} saved."
-        )
+            f"{self.pulls} times where pulling every version would have been {self.pulls_if_every_update} times.",
+            f"{_size(spent)} for weights and checks instead of {_size(every)}, {1 - spent / every:.0%} saved.",
+        ]
+        if self.reasons[Reason.BUDGET] and not math.isnan(self.threshold):
+            sentences.append(f"The budget came to a threshold of {self.threshold:.2g} nats in the end.")
+        return " ".join(sentences)
 
 
 def _size(count: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -12,10 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from clusterenv.errors import WireError
+from clusterenv.errors import PolicyError, WireError
 from clusterenv.head.stats import Stats
 from clusterenv.head.worker import HeldPolicy, Version, Worker
 from clusterenv.policy.contents import generation_of
+from clusterenv.policy.measure import NEEDS_PROBABILITIES, Measure, measure_divergence
 from clusterenv.policy.policy import Policy, State
 from clusterenv.policy.pool import Pool, Sample
 from clusterenv.policy.probes import Form, Probes, unpack
@@ -32,6 +34,7 @@ POOL_ROWS = 512  # At a threshold of 0.05 their mean is within 5 % of the truth;
 _RENEWAL = 4  # Once a pool is full, so many rounds of rollouts renew it: states change slowly, and rows are bytes.
 _POOLS_BYTES = 64 << 20  # Of all versions together.
 _MAX_SHOWN = 64  # Observations are a policy's to try itself on: a few will do.
+_LATE = Verdict(True, Reason.LAG)
 
 
 class PolicyBackend(Protocol):
@@ -68,6 +71,7 @@ class Versions:
     def __init__(self, rule: SyncRule, backend: PolicyBackend, observations: Layout, stats: Stats) -> None:
         self.newest = 0
         self._rule = rule
+        self._measure: Measure = getattr(rule, "measure", "kl")  # Not every rule of a user's own has one.
         self._backend = backend
         self._workers = backend.workers
         self._observations = observations
@@ -139,10 +143,10 @@ class Versions:
         """
         behind = [held for held in self._held.values() if held.number < self.newest > held.judged]
         pulls: list[Worker] = []
-        for held, verdict in self._judge_in_order(behind):
+        for held, takers, verdict in self._judge_in_order(behind, can_take):
             held.judged = self.newest
             if verdict.pulls:
-                takers = [worker for worker in held.holders if worker.is_ready and can_take(worker)][: verdict.at_most]
+                takers = takers[: verdict.at_most]
                 for worker in takers:
                     self._pull(worker, verdict.reason)
                 pulls += takers
@@ -176,7 +180,7 @@ class Versions:
         if held.pool is None or not held.pool or self._policy is None:
             return held.divergence if held.compared == self.newest else float("nan")
         if held.compared < self.newest or len(held.pool) >= 2 * held.num_compared:
-            held.divergence = held.pool.diverges_from(self._policy, self._observations.nest)
+            held.divergence = held.pool.diverges_from(self._policy, self._observations.nest, self._measure)
             held.compared, held.num_compared = self.newest, len(held.pool)
             self._stats.checks += 1
         return held.divergence
@@ -311,13 +315,14 @@ class Versions:
         stamp = policy.stamp()  # First: it finds out what there is.
         self._show(policy)
         self._spec = WeightsSpec.of(policy.weights())
+        form = self._find_form(policy) if self._rule.compares else None
         generation = generation_of(policy)
         self._backend.adopt(policy, self._spec, self.newest + 1, arguments)
         self._policy, self._stamp, self._is_told, self._generation = policy, stamp, False, generation
         for held in list(self._pooled):
             held.pool = None  # What a policy of another structure did cannot be compared with.
         self._pooled.clear()
-        self._form, self._is_studied = None, False
+        self._form, self._is_studied = form, self._rule.compares
         self._number_version()
         self._counted = self.newest
         self._count_needed(len(self._workers))
@@ -341,12 +346,22 @@ class Versions:
     def _study(self) -> Form | None:
         """Find out what the policy's distributions look like; None if it has none."""
         if not self._is_studied and self._policy is not None:
-            shown = self._shown()
-            self._form = Form.of(
-                self._policy, self._observations.nest(shown), self._policy.initial_state(len(shown[0]))
-            )
+            self._form = self._find_form(self._policy)
             self._is_studied = True
         return self._form
+
+    def _find_form(self, policy: Policy) -> Form | None:
+        shown = self._shown()
+        form = Form.of(policy, self._observations.nest(shown), policy.initial_state(len(shown[0])))
+        if self._measure in NEEDS_PROBABILITIES:
+            if form is None:
+                raise PolicyError(
+                    f'measure="{self._measure}" is computed from the probabilities of actions, and this policy says '
+                    "neither its distribution nor any log-probabilities that other versions could be asked for. Give "
+                    "it a distribution() (TorchPolicy takes distribution=...), or choose EveryUpdate()."
+                )
+            measure_divergence(form.model, form.model, self._measure)  # Raises if this family has none.
+        return form
 
     def _number_version(self) -> None:
         self.newest += 1
@@ -355,8 +370,14 @@ class Versions:
     def _count_needed(self, num_pulls: int) -> None:
         self._stats.note_needed(num_pulls, self._spec.size_bytes)
 
-    def _judge_in_order(self, behind: Sequence[Version]) -> Iterator[tuple[Version, Verdict]]:
-        """Ask the rule about versions, those that have diverged most first; leave out what it cannot be asked yet."""
+    def _judge_in_order(
+        self, behind: Sequence[Version], can_take: Callable[[Worker], bool]
+    ) -> Iterator[tuple[Version, list[Worker], Verdict]]:
+        """Ask the rule about versions, those that have diverged most first; leave out what it cannot be asked yet.
+
+        Yields:
+            A version, those of its holders that can be sent weights, and the verdict.
+        """
         found: list[tuple[float | None, Version]] = []
         late: list[Version] = []
         silent: list[Version] = []
@@ -368,16 +389,20 @@ class Versions:
             if math.isinf(self.max_lag):
                 silent = [held for held in behind if not held.num_rows and held.is_silent]
             self._note_divergence(found)
-        for divergence, held in sorted(found, key=lambda each: (-(each[0] or 0.0), each[1].number)):
-            verdict = self._tracker.judge(held.number, self.newest, divergence, len(held.holders))
-            if verdict.advice is not None and verdict.reason not in self._warned:
+        found.sort(key=lambda each: (-(each[0] or 0.0), each[1].number))
+        found += [(None, held) for held in sorted(silent, key=lambda held: held.number)]
+        now_s = time.monotonic()
+        for divergence, held in found:
+            takers = [worker for worker in held.holders if worker.is_ready and can_take(worker)]
+            verdict = self._tracker.judge(
+                held.number, self.newest, divergence, len(takers), pull_bytes=self._spec.size_bytes, now_s=now_s
+            )
+            if verdict.advice is not None and verdict.reason not in self._warned and held not in silent:
                 self._warned.add(verdict.reason)
                 log.warning("%s", verdict.advice)
-            yield held, verdict
+            yield held, takers, verdict
         for held in late:
-            yield held, Verdict(True, Reason.LAG)
-        for held in sorted(silent, key=lambda held: held.number):
-            yield held, self._tracker.judge(held.number, self.newest, None, len(held.holders))
+            yield held, [worker for worker in held.holders if worker.is_ready and can_take(worker)], _LATE
 
     def _note_divergence(self, found: Sequence[tuple[float | None, Version]]) -> None:
         """Keep the mean over the workers."""

@@ -48,6 +48,22 @@ class Distribution(ABC):
     def kl(self, newest: Self) -> NDArray[np.float64]:
         """Return KL(self || newest) in nats for each state; both must have passed `check` and have equal shapes."""
 
+    def total_variation(self, newest: Self) -> NDArray[np.float64]:
+        """Return the share of actions that the two do not have in common, for each state: from 0 to 1.
+
+        Raises:
+            PolicyError: The family has no probabilities.
+        """
+        raise self._has_no_probabilities()
+
+    def second_moment(self, newest: Self) -> NDArray[np.float64]:
+        """Return the mean of (newest / self)^2 over the actions of `self`, for each state: 1 if they are equal.
+
+        Raises:
+            PolicyError: The family has no probabilities.
+        """
+        raise self._has_no_probabilities()
+
     @abstractmethod
     def sample(self, rng: np.random.Generator, call: Call = NO_VALUES) -> tuple[Array, Floats | None]:
         """Draw one action per state.
@@ -70,6 +86,12 @@ class Distribution(ABC):
             PolicyError: The family has none.
         """
         raise PolicyError(f"{type(self).__name__} distributions have no log-probabilities.")
+
+    def _has_no_probabilities(self) -> PolicyError:
+        return PolicyError(
+            f'{type(self).__name__} distributions have no probabilities, from which measure="tv" and measure="ess" are '
+            'computed. Choose measure="kl" or measure="reverse_kl".'
+        )
 
     def to_arrays(self) -> tuple[str, dict[str, Array]]:
         """Return the family's name and the arrays named in `sent`."""

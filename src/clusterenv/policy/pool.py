@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from clusterenv.policy.distribution import Array
+from clusterenv.policy.measure import Measure, measure_divergence
 from clusterenv.policy.policy import Policy, State, Tree
 from clusterenv.policy.probes import Form
 
@@ -79,12 +80,13 @@ class Pool:
                 self._samples.appendleft(oldest.after(excess, self._form))
             self._num_rows -= min(excess, len(oldest))
 
-    def diverges_from(self, newest: Policy, nest: Nest) -> float:
-        """Estimate the mean of KL(this version || newest) per state, in nats; infinite if it is so anywhere.
+    def diverges_from(self, newest: Policy, nest: Nest, measure: Measure = "kl") -> float:
+        """Estimate how far this version is from the newest, in nats; infinite if it is so in any state.
 
         Args:
             newest: Another version of the policy.
             nest: Turns leaves into observations as the policy takes them.
+            measure: What to compare by.
 
         Raises:
             PolicyError: The newest policy holds NaN, most likely because training has diverged.
@@ -93,9 +95,7 @@ class Pool:
         found = newest.distribution(nest(merged.observations), merged.states or None)
         assert found is not None, "it has a form"
         found.check()
-        with np.errstate(all="ignore"):  # Numbers of a worker's choosing may overflow.
-            gap = found.read(self._form.family, merged.arrays).kl(found)
-        return float(gap.mean()) if np.isfinite(gap).all() else float("inf")
+        return measure_divergence(found.read(self._form.family, merged.arrays), found, measure)
 
     def _merge(self) -> Sample:
         """Put all samples into one."""

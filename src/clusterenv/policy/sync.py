@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
-from numbers import Real
+from numbers import Integral, Real
 from typing import ClassVar, NamedTuple, Protocol, Self
 
 from clusterenv.errors import ConfigError
+from clusterenv.policy.measure import MEASURES, Measure
 
 # As a fraction of the threshold. A divergence below this is negligible, and how it changes is noise.
 _NEGLIGIBLE = 0.05
@@ -56,7 +57,16 @@ class Verdict(NamedTuple):
 class Tracker(Protocol):
     """A rule applied in one run."""
 
-    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
+    def judge(
+        self,
+        own: int,
+        newest: int,
+        divergence: float | None = None,
+        num_workers: int = 1,
+        *,
+        pull_bytes: int = 0,
+        now_s: float = 0.0,
+    ) -> Verdict:
         """Decide whether the workers that hold a version pull `newest`.
 
         Each version that is held is judged once for each newer one, those that have diverged most first.
@@ -64,14 +74,19 @@ class Tracker(Protocol):
         Args:
             own: The version they hold; 0 if none.
             newest: The newest version.
-            divergence: Mean KL(own || newest) over states they met; None if the policy has no distribution, or they
-                do not say how they act.
-            num_workers: How many hold it.
+            divergence: How far it is from the newest over states they met, in nats; None if the policy has no
+                distribution, or they do not say how they act.
+            num_workers: How many hold it and could pull now.
+            pull_bytes: What one pull sends.
+            now_s: The time, by any clock that only advances.
         """
 
 
 class SyncRule(Protocol):
-    """When workers pull new weights."""
+    """When workers pull new weights.
+
+    One that compares may have a `measure`, of `policy.measure.MEASURES`; without it divergences are KL(own || newest).
+    """
 
     @property
     def compares(self) -> bool:
@@ -96,7 +111,11 @@ class AdaptiveSync:
     a pause is not the trap, and the plateau must last that many versions.
 
     Attributes:
-        threshold: Pull above this mean KL per state, in nats.
+        threshold: Pull above this divergence, a mean over states, in nats.
+        measure: What it is a divergence of: "kl" is KL(own || newest), which PPO prints as `approx_kl`; "reverse_kl" is
+            KL(newest || own), which also sees actions that only the newest policy takes; "tv" is the total variation,
+            and "ess" the effective share of the data once it is weighted by newest/own. All are of the whole action,
+            and in nats: 0.05 is a total variation of 0.126 and an effective share of 0.905.
         max_lag: Pull when this many versions behind, whatever the divergence.
         plateau: The divergence counts as no longer growing if, from the version measured last to the newest, it grew
             by less than `plateau` times its average growth per version since the last pull. Pull when that happens;
@@ -106,29 +125,35 @@ class AdaptiveSync:
 
     threshold: float = 0.05
     _: KW_ONLY
+    measure: Measure = "kl"
     max_lag: float = 20
     plateau: float | None = 0.5
 
     compares: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.threshold, Real) or not 0 < self.threshold < math.inf:
+        if not _is_number(self.threshold) or not 0 < self.threshold < math.inf:
             raise ConfigError(f"AdaptiveSync.threshold must be a positive number of nats, got {self.threshold!r}.")
-        if not isinstance(self.max_lag, Real) or not self.max_lag >= 1:  # NaN is not.
-            raise ConfigError(f"AdaptiveSync.max_lag must be at least 1 version, got {self.max_lag!r}.")
-        if self.plateau is not None and not 0 <= self.plateau < 1:
+        if self.measure not in MEASURES:
+            raise ConfigError(f"AdaptiveSync.measure must be one of {', '.join(MEASURES)}, got {self.measure!r}.")
+        if self.max_lag != math.inf and not _is_count(self.max_lag):
             raise ConfigError(
-                f"AdaptiveSync.plateau must be at least 0 and less than 1, got {self.plateau}: steady growth is "
+                f"AdaptiveSync.max_lag must be at least 1 version, a whole number, got {self.max_lag!r}. math.inf "
+                "switches it off."
+            )
+        if self.plateau is not None and not (_is_number(self.plateau) and 0 <= self.plateau < 1):
+            raise ConfigError(
+                f"AdaptiveSync.plateau must be at least 0 and less than 1, got {self.plateau!r}: steady growth is "
                 "1 times its own average. None switches it off."
             )
 
     @classmethod
-    def off_policy(cls, threshold: float = 0.05) -> Self:
+    def off_policy(cls, threshold: float = 0.05, *, measure: Measure = "kl") -> Self:
         """Return the rule for learners that correct for who made the data, or do not care: DQN, SAC, V-trace.
 
         The trap is not for them, so both protections are off: workers pull when they have diverged, and only then.
         """
-        return cls(threshold, max_lag=math.inf, plateau=None)
+        return cls(threshold, measure=measure, max_lag=math.inf, plateau=None)
 
     def start(self) -> Tracker:
         return _AdaptiveTracker(self)
@@ -151,7 +176,16 @@ class _AdaptiveTracker:
         self._crossings = 0  # Versions left above the threshold since the last that was left below it.
         self._crossed_at = 0  # The newest version at the last of them.
 
-    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
+    def judge(
+        self,
+        own: int,
+        newest: int,
+        divergence: float | None = None,
+        num_workers: int = 1,
+        *,
+        pull_bytes: int = 0,
+        now_s: float = 0.0,
+    ) -> Verdict:
         if basic := _judge_versions(own, newest):
             return basic
         if divergence is None:
@@ -199,48 +233,74 @@ class _AdaptiveTracker:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncBudget:
-    """Pull so often per new version on average, the workers that have diverged most first.
+    """Pull so much on average, the workers that have diverged most first.
 
     Among equals those that hold the oldest version come first. What is not spent, because nobody has diverged, is not
-    saved up: over any 20 versions there are at most 20 times as many pulls, and one more. `envs.stats["threshold"]` is
-    the divergence that this came to: the least at which workers pulled last.
+    saved up: over any 20 versions workers pull what the budget has for these, and at most one pull more.
+    `envs.stats["threshold"]` is the divergence that this came to: the least at which workers pulled last. Give one of
+    the two. First weights are not counted.
 
     Attributes:
         pulls_per_update: Of all workers together; 0.5 is one pull for every second version.
+        bytes_per_second: Of weights, to all workers together, as `envs.stats["bytes_weights"]` counts them.
     """
 
-    pulls_per_update: float
+    pulls_per_update: float | None = None
+    bytes_per_second: float | None = None
 
     compares: ClassVar[bool] = True
     max_lag: ClassVar[float] = math.inf
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pulls_per_update, Real) or not 0 < self.pulls_per_update < math.inf:
+        if (self.pulls_per_update is None) == (self.bytes_per_second is None):
             raise ConfigError(
-                f"SyncBudget.pulls_per_update must be a positive number of pulls, got {self.pulls_per_update!r}."
+                "SyncBudget takes one of pulls_per_update=... and bytes_per_second=..., got "
+                f"{'neither' if self.pulls_per_update is None else 'both'}."
             )
+        for name, unit in (("pulls_per_update", "pulls"), ("bytes_per_second", "bytes")):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                raise ConfigError(f"SyncBudget.{name} must be a positive number of {unit}, got {value!r}.")
 
     def start(self) -> Tracker:
-        return _BudgetTracker(float(self.pulls_per_update))
+        return _BudgetTracker(self)
 
 
 class _BudgetTracker:
-    def __init__(self, pulls_per_update: float) -> None:
-        self._income = pulls_per_update
-        self._most = pulls_per_update + 1 if pulls_per_update >= 1 else 1.0  # One more: fractions must not be lost.
-        self._left = 0.0
-        self._newest: int | None = None
+    def __init__(self, rule: SyncBudget) -> None:
+        self._rule = rule
+        self._left = 0.0  # In pulls, as all amounts here.
+        self._earned_at: tuple[int, float] | None = None  # The newest version then, and the time.
 
-    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
+    def judge(
+        self,
+        own: int,
+        newest: int,
+        divergence: float | None = None,
+        num_workers: int = 1,
+        *,
+        pull_bytes: int = 0,
+        now_s: float = 0.0,
+    ) -> Verdict:
         if basic := _judge_versions(own, newest):
             return basic
-        if self._newest is None or newest > self._newest:
-            updates = 1 if self._newest is None else newest - self._newest
-            self._left, self._newest = min(self._most, self._left + updates * self._income), newest
+        if self._earned_at is None or newest > self._earned_at[0]:
+            income = self._income(newest, pull_bytes, now_s)
+            self._earned_at = newest, now_s
+            # One pull is carried over at most, so that fractions are not lost.
+            self._left = min(self._left + income, income + 1.0 if income >= 1.0 else 1.0)
         # A thousandth: ten times a tenth is not quite one.
-        count = 0 if divergence == 0.0 else min(num_workers, int(self._left + 1e-3))
+        count = 0 if divergence == 0.0 else int(min(num_workers, self._left + 1e-3))
         self._left -= count
         return Verdict(True, Reason.BUDGET, count) if count else Verdict(False, Reason.WAITING)
+
+    def _income(self, newest: int, pull_bytes: int, now_s: float) -> float:
+        """Return what there is to spend since the last time, in pulls."""
+        version, then_s = self._earned_at or (newest - 1, now_s)
+        if self._rule.bytes_per_second is not None:
+            return self._rule.bytes_per_second * max(0.0, now_s - then_s) / max(1, pull_bytes)
+        assert self._rule.pulls_per_update is not None, "one of the two was given"
+        return self._rule.pulls_per_update * (newest - version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +327,8 @@ class PeriodicSync:
     compares: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, Real) or not self.k >= 1:  # NaN is not.
-            raise ConfigError(f"PeriodicSync.k must be at least 1 version, got {self.k!r}.")
+        if not _is_count(self.k):
+            raise ConfigError(f"PeriodicSync.k must be at least 1 version, a whole number, got {self.k!r}.")
 
     @property
     def max_lag(self) -> float:
@@ -294,7 +354,16 @@ class _LagTracker:
         self._lag = lag
         self._reason = reason
 
-    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
+    def judge(
+        self,
+        own: int,
+        newest: int,
+        divergence: float | None = None,
+        num_workers: int = 1,
+        *,
+        pull_bytes: int = 0,
+        now_s: float = 0.0,
+    ) -> Verdict:
         if basic := _judge_versions(own, newest):
             return basic
         if newest - own >= self._lag:
@@ -309,6 +378,14 @@ def _judge_versions(own: int, newest: int) -> Verdict | None:
     if own == 0:
         return Verdict(True, Reason.FIRST)
     return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 _REMEDY = (
