@@ -7,11 +7,16 @@ from collections import Counter
 from typing import Any
 
 from clusterenv.head.outcome import Collection
+from clusterenv.policy.rehearsal import Rehearsal
 from clusterenv.policy.sync import Reason
 
 
 class Stats:
-    """Counts; `report` gives a plain mapping that any logger takes."""
+    """Counts; `report` gives a plain mapping that any logger takes.
+
+    Attributes:
+        rehearsal: What `AdaptiveSync` would have done, where workers pull every version.
+    """
 
     def __init__(self) -> None:
         self.env_steps = 0
@@ -34,6 +39,7 @@ class Stats:
         self.rollouts_lost = 0
         self.rollouts_discarded = 0
         self.env_steps_discarded = 0
+        self.rehearsal: Rehearsal | None = None
 
     def note_needed(self, num_pulls: int, weights_bytes: int) -> None:
         """Count pulls that there would have been if workers pulled every version."""
@@ -100,6 +106,13 @@ class Stats:
         ]
         if self.reasons[Reason.BUDGET] and not math.isnan(self.threshold):
             sentences.append(f"The budget came to a threshold of {self.threshold:.2g} nats in the end.")
+        if self.rehearsal is not None and self.rehearsal.num_judged:
+            share = self.rehearsal.num_pulls / self.rehearsal.num_versions
+            sentences.append(
+                f"AdaptiveSync({self.rehearsal.rule.threshold:g}) would have pulled about "
+                f"{self.pulls_if_every_update * share:.0f} times, {1 - share:.0%} fewer, judging by "
+                f"{self.rehearsal.num_judged} of the versions."
+            )
         return " ".join(sentences)
 
 

@@ -21,7 +21,8 @@ from clusterenv.policy.measure import NEEDS_PROBABILITIES, Measure, measure_dive
 from clusterenv.policy.policy import Policy, State
 from clusterenv.policy.pool import Pool, Sample
 from clusterenv.policy.probes import Form, Probes, unpack
-from clusterenv.policy.sync import Reason, SyncRule, Verdict
+from clusterenv.policy.rehearsal import NUM_ROWS, Rehearsal
+from clusterenv.policy.sync import EveryUpdate, Reason, SyncRule, Verdict
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.wire import values
 from clusterenv.wire.buffers import RolloutBuffers, StepBuffers
@@ -77,6 +78,7 @@ class Versions:
         self._observations = observations
         self._stats = stats
         self._tracker = rule.start()
+        self._rehearsal = stats.rehearsal = Rehearsal(observations.nest) if isinstance(rule, EveryUpdate) else None
         self._policy: Policy | None = None
         self._stamp: Hashable = None
         self._is_told = False
@@ -126,6 +128,8 @@ class Versions:
         if self._is_told or stamp != self._stamp:
             self._stamp, self._is_told = stamp, False
             self._number_version()
+            if self._rehearsal is not None:
+                self._rehearsal.judge(policy, self.newest)
         return True
 
     def judge(self, can_take: Callable[[Worker], bool] = lambda worker: True) -> list[Worker]:
@@ -200,6 +204,7 @@ class Versions:
 
     def share_step_probes(self) -> dict[Worker, int]:
         """Return the same for a single step: enough is known of a version until there is a newer one."""
+        self._rehearse_step()
         is_first, self._probed = self._probed < self.newest, self.newest
         shares = [
             (held, self.num_probes(held))
@@ -235,6 +240,7 @@ class Versions:
         Raises:
             WireError: It is malformed.
         """
+        self._rehearse_rollout(columns)
         if data is None:
             held.is_silent = held.is_silent or at_most > 0
             return
@@ -324,6 +330,8 @@ class Versions:
         self._pooled.clear()
         self._form, self._is_studied = form, self._rule.compares
         self._number_version()
+        if self._rehearsal is not None:
+            self._rehearsal.adopt(self.newest)
         self._counted = self.newest
         self._count_needed(len(self._workers))
         self._tracker = self._rule.start()
@@ -362,6 +370,23 @@ class Versions:
                 )
             measure_divergence(form.model, form.model, self._measure)  # Raises if this family has none.
         return form
+
+    def _rehearse_rollout(self, columns: RolloutBuffers) -> None:
+        if self._rehearsal is None or self._policy is None or not self._rehearsal.wants_states:
+            return
+        steps, rows = np.nonzero(columns.valid)
+        if len(steps):
+            chosen = np.linspace(0, len(steps) - 1, min(len(steps), NUM_ROWS)).astype(np.int64)
+            where = steps[chosen], rows[chosen]
+            leaves = [column[where] for column in columns.observations]
+            states = {name: column[where] for name, column in columns.states.items()}
+            self._rehearsal.take(self._policy, self.newest, leaves, states)
+
+    def _rehearse_step(self) -> None:
+        if self._rehearsal is None or self._policy is None or not self._rehearsal.wants_states:
+            return
+        if self._policy.initial_state(1) is None:  # Else the states are the workers' own.
+            self._rehearsal.take(self._policy, self.newest, [array.copy() for array in self._shown()], {})
 
     def _number_version(self) -> None:
         self.newest += 1

@@ -1,0 +1,118 @@
+"""Rehearsal: what `AdaptiveSync` would have done in a run that pulls every version."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from clusterenv.policy.distribution import Array
+from clusterenv.policy.policy import Policy, State
+from clusterenv.policy.pool import Nest, Pool, Sample
+from clusterenv.policy.probes import Form
+from clusterenv.policy.sync import AdaptiveSync
+
+log = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")
+
+NUM_ROWS = 64  # The mean over so many is within 13 % of the truth, and evaluating them costs little.
+_SHARE = 0.01  # Of the run's time: then versions are left out, rather than the run slowed down.
+_ALLOWANCE_S = 0.1  # The first evaluations take longer, and the first versions matter most.
+
+
+class Rehearsal:
+    """Applies the rule to one imagined worker, on the head alone: workers are asked for nothing.
+
+    A policy that cannot be compared, or fails to be, ends the rehearsal and nothing else.
+
+    Attributes:
+        rule: The one that is rehearsed.
+        num_versions: There were so many.
+        num_judged: So many of them were compared with what the imagined worker held.
+        num_pulls: It pulled so often.
+
+    Args:
+        nest: Turns leaves into observations as the policy takes them.
+        clock: The time in seconds.
+    """
+
+    def __init__(self, nest: Nest, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.rule = AdaptiveSync()
+        self.num_versions = self.num_judged = self.num_pulls = 0
+        self._nest = nest
+        self._clock = clock
+        self._started_s = clock()
+        self._spent_s = 0.0
+        self._is_over = False
+        self._version = 0
+        self._pool: Pool | None = None
+        self._form: Form | None = None
+        self._tracker = self.rule.start()
+
+    def adopt(self, version: int) -> None:
+        """Note that workers were given another policy."""
+        self.num_versions += 1
+        self.num_pulls += 1
+        self._version, self._pool, self._form = version, None, None
+        self._tracker = self.rule.start()
+
+    def judge(self, policy: Policy, version: int) -> None:
+        """Decide whether the imagined worker pulls a new version."""
+        self.num_versions += 1
+        if self._pool is None or not self._may_spend():
+            return
+        pool = self._pool
+        divergence = self._spend(lambda: pool.diverges_from(policy, self._nest))
+        if divergence is not None:
+            self.num_judged += 1
+            if self._tracker.judge(self._version, version, divergence).pulls:
+                self.num_pulls += 1
+                self._version, self._pool = version, None
+
+    @property
+    def wants_states(self) -> bool:
+        """Whether `take` should be given states in which to compare the newest version with later ones."""
+        return self._pool is None and self._may_spend()
+
+    def take(self, policy: Policy, version: int, leaves: Sequence[Array], states: State) -> None:
+        """Keep how the newest version acts in some states.
+
+        Args:
+            policy: The newest version.
+            version: Its number.
+            leaves: The observations, one array per leaf; they are kept.
+            states: The recurrent states, if it has any.
+        """
+        self._pool = self._spend(lambda: self._fill(policy, list(leaves), states))
+        self._version = version
+
+    def _fill(self, policy: Policy, leaves: list[Array], states: State) -> Pool | None:
+        obs = self._nest(leaves)
+        self._form = self._form or Form.of(policy, obs, states or None)
+        found = None if self._form is None else policy.distribution(obs, states or None)
+        if self._form is None or found is None:
+            self._is_over = True
+            return None
+        found.check()
+        pool = Pool(self._form)
+        pool.add(Sample(leaves, states, found.to_arrays()[1]), len(leaves[0]))
+        return pool
+
+    def _may_spend(self) -> bool:
+        return not self._is_over and self._spent_s <= _ALLOWANCE_S + _SHARE * (self._clock() - self._started_s)
+
+    def _spend(self, work: Callable[[], _Found]) -> _Found | None:
+        started_s = self._clock()
+        try:
+            with np.errstate(all="ignore"):
+                return work()
+        except Exception:  # The agent's own code, run for a figure in a sentence: that must not end the run.
+            log.debug("what AdaptiveSync would save cannot be told", exc_info=True)
+            self._is_over = True
+            return None
+        finally:
+            self._spent_s += self._clock() - started_s
