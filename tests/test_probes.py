@@ -18,6 +18,7 @@ from clusterenv.policy.policy import BasePolicy, FunctionPolicy, State, Tree
 from clusterenv.policy.pool import Pool, Sample
 from clusterenv.policy.probes import Form, Probes, pack, spread, unpack
 from tests.policies import Linear
+from tests.script import run_script
 from tests.test_divergence import MAKERS
 
 Floats = NDArray[np.float32]
@@ -198,3 +199,40 @@ def test_what_an_honest_worker_says_is_read_as_it_was_said() -> None:
 def test_what_no_honest_worker_says_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(WireError, match="malformed"):
         say(change)
+
+
+EVALUATE = """
+import os
+from pathlib import Path
+
+import numpy as np
+
+from clusterenv.adapters.torch.policy import TorchPolicy
+from tests.torch_agents import Discrete
+
+
+def ticks_of_others():
+    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    fields = [(task / "stat").read_text().rsplit(")", 1)[1].split() for task in tasks]
+    return sum(int(each[11]) + int(each[12]) for each in fields)
+
+
+obs = np.random.default_rng(0).normal(size=(512, 4)).astype(np.float32)
+policy = TorchPolicy(Discrete())
+policy.look_at(obs[:64])
+assert policy.is_fast
+whole = policy.distribution(obs)
+parts = [policy.distribution(obs[start : start + 32]) for start in range(0, 512, 32)]
+np.testing.assert_allclose(whole.logits, np.concatenate([part.logits for part in parts]), rtol=1e-4, atol=1e-6)
+before = ticks_of_others()
+for _ in range(200):
+    policy.distribution(obs)
+print(ticks_of_others() - before)
+"""
+
+
+def test_comparing_small_networks_keeps_no_core_busy_that_workers_could_use() -> None:
+    """Threads of numpy, once woken by a large product, spin for a while in case there is another."""
+    pytest.importorskip("torch")
+    (ticks,) = run_script(EVALUATE, deadline_s=120.0)
+    assert ticks <= 2

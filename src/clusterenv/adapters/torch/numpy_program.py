@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 _TRACE_ROWS = 61  # A prime, so that a shape that holds the number of rows shows it.
 _TRIAL_ROWS = (7, 16)
+# Rows times columns times what is summed over. Larger products wake OpenBLAS's threads, which then spin for tens of
+# milliseconds on a core where workers could run.
+_CALM_PRODUCT = 1 << 18
+_MIN_ROWS = 4  # Of wide networks so few rows would fit that threads are the better choice.
 
 
 class NumpyProgram:
@@ -85,7 +89,20 @@ class NumpyProgram:
         """Return the distributions on observations, if this was tried with the weights of this moment."""
         if policy.stamp() != self._stamp:
             return None
-        return self._evaluator(leaves_of(obs, self._paths))[0]
+        leaves = leaves_of(obs, self._paths)
+        size = self._calm_rows(len(leaves[0]))
+        starts = range(0, len(leaves[0]), size)
+        parts = [self._evaluator([leaf[start : start + size] for leaf in leaves])[0] for start in starts]
+        if len(parts) == 1:
+            return parts[0]
+        arrays = [part.to_arrays()[1] for part in parts]
+        return parts[0].with_arrays({name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]})
+
+    def _calm_rows(self, num_rows: int) -> int:
+        """Return how many rows to evaluate at once: so few that no product wakes numpy's threads, or else all."""
+        largest = max((self._carried[name].size for name in self._names if self._carried[name].ndim > 1), default=1)
+        calm = _CALM_PRODUCT // largest
+        return min(num_rows, calm) if calm >= _MIN_ROWS else num_rows
 
     def _load(self, policy: TorchPolicy) -> Hashable:
         """Give the copy the weights of this moment; returns the plain values among them."""
