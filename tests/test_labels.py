@@ -325,6 +325,54 @@ def test_a_measure_of_probabilities_is_refused_where_there_are_none(measure: Mea
         envs.rollout(Linear(), 8)
 
 
+class Heavy(Linear):
+    """A policy whose weights are larger than a check is worth where memory is shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ballast = np.zeros(50_000, np.float32)
+
+    def weights(self) -> dict[str, Any]:
+        return {**super().weights(), "ballast": self.ballast}
+
+
+@pytest.mark.parametrize("mode", ["rollout", "step"])
+def test_workers_that_share_memory_pull_large_weights_instead_of_being_judged(remote: Backend, mode: str) -> None:
+    """There a pull takes less time than a check, so keeping old weights would be slower as well as staler."""
+    shares_memory = remote["network"].transport == "shm"
+    for rule in (AdaptiveSync(1e6, plateau=None), AdaptiveSync(1e6, plateau=None, everywhere=True)):
+        agent = Heavy()
+        with ClusterEnv(Alike, 4, **remote, sync=rule) as envs:
+            envs.reset(seed=1)
+            for _ in range(6):
+                if mode == "rollout":
+                    rollout = envs.rollout(agent, 8)
+                else:
+                    envs.step(agent)
+                learn(agent, 0.03)
+            if shares_memory and not rule.everywhere:
+                assert envs.stats["pulls_shared_memory"] == 10
+                assert envs.stats["bytes_checks"] == envs.stats["checks"] == 0
+                assert "Workers that share the head's memory pulled all versions" in envs.summary()
+                if mode == "rollout":
+                    assert rollout.ages.tolist() == rollout.divergences.tolist() == [0] * 4
+            else:
+                assert envs.stats["pulls"] == 2
+                assert envs.stats["checks"] >= 5
+            assert envs.stats["age"] == (0 if shares_memory and not rule.everywhere else 5)
+
+
+def test_small_weights_are_judged_wherever_workers_are(remote: Backend) -> None:
+    agent = Linear()
+    with ClusterEnv(Alike, 4, **remote, sync=AdaptiveSync(1e6, plateau=None)) as envs:
+        envs.reset(seed=1)
+        for _ in range(6):
+            envs.rollout(agent, 8)
+            learn(agent, 0.03)
+        assert envs.stats["pulls"] == 2
+        assert envs.stats["checks"] >= 5
+
+
 class Mute(Linear):
     """Says how it acts only where it is the learner's own."""
 

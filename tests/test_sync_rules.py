@@ -246,6 +246,7 @@ def test_no_worker_is_ever_more_than_the_lag_bound_behind_or_over_the_threshold(
         {"max_lag": True},
         {"max_lag": math.nan},
         {"plateau": "half"},
+        {"everywhere": "yes"},
         {"plateau": -0.1},
         {"plateau": 1.0},
         {"plateau": math.nan},

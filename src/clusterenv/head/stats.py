@@ -104,6 +104,8 @@ class Stats:
             f"{self.pulls} times where pulling every version would have been {self.pulls_if_every_update} times.",
             f"{_size(spent)} for weights and checks instead of {_size(every)}, {1 - spent / every:.0%} saved.",
         ]
+        if self.reasons[Reason.SHARED]:
+            sentences.append("Workers that share the head's memory pulled all versions: a check takes longer there.")
         if self.reasons[Reason.BUDGET] and not math.isnan(self.threshold):
             sentences.append(f"The budget came to a threshold of {self.threshold:.2g} nats in the end.")
         if self.rehearsal is not None and self.rehearsal.num_judged:

@@ -72,7 +72,9 @@ class Versions:
     def __init__(self, rule: SyncRule, backend: PolicyBackend, observations: Layout, stats: Stats) -> None:
         self.newest = 0
         self._rule = rule
-        self._measure: Measure = getattr(rule, "measure", "kl")  # Not every rule of a user's own has one.
+        # Not every rule of a user's own has these.
+        self._measure: Measure = getattr(rule, "measure", "kl")
+        self._max_shared_bytes: float = getattr(rule, "max_shared_bytes", math.inf)
         self._backend = backend
         self._workers = backend.workers
         self._observations = observations
@@ -107,7 +109,7 @@ class Versions:
         if self._counted < self.newest:
             self._counted = self.newest
             self._count_needed(len(self._workers))
-        pulls = set(self.judge())
+        pulls = {*self._pull_shared(), *self.judge()}
         if pulls:
             self._backend.load(self._spec, policy.weights())
         for worker in pulls:  # Nothing is under way: what they make next they make with these.
@@ -200,7 +202,7 @@ class Versions:
     def share_probes(self) -> dict[Worker, int]:
         """Return at how many rows each worker should say how it acts; those who need not are left out."""
         shares = [(held, self.num_probes(held)) for held in self._held.values()]
-        return {worker: share for held, share in shares if share for worker in held.holders}
+        return self._give_shares(shares)
 
     def share_step_probes(self) -> dict[Worker, int]:
         """Return the same for a single step: enough is known of a version until there is a newer one."""
@@ -211,7 +213,7 @@ class Versions:
             for held in self._held.values()
             if is_first or held.num_rows < self._most_rows(held)
         ]
-        self._asked = {worker: share for held, share in shares if share for worker in held.holders}
+        self._asked = self._give_shares(shares)
         return dict(self._asked)
 
     def take_version(self, worker: Worker, number: int) -> Version:
@@ -370,6 +372,27 @@ class Versions:
                 )
             measure_divergence(form.model, form.model, self._measure)  # Raises if this family has none.
         return form
+
+    def _pulls_unjudged(self, worker: Worker) -> bool:
+        """Whether a worker pulls every version because that takes less time than to judge whether it should."""
+        return worker.mailbox is not None and self._spec.size_bytes > self._max_shared_bytes
+
+    def _pull_shared(self) -> list[Worker]:
+        behind = [worker for held in self._held.values() if held.number < self.newest for worker in held.holders]
+        pulls = [worker for worker in behind if worker.is_ready and self._pulls_unjudged(worker)]
+        for worker in pulls:
+            self._pull(worker, Reason.SHARED)
+        self._stats.age = self.newest - self._sum_held / len(self._workers)
+        return pulls
+
+    def _give_shares(self, shares: Sequence[tuple[Version, int]]) -> dict[Worker, int]:
+        return {
+            worker: share
+            for held, share in shares
+            if share
+            for worker in held.holders
+            if not self._pulls_unjudged(worker)
+        }
 
     def _rehearse_rollout(self, columns: RolloutBuffers) -> None:
         if self._rehearsal is None or self._policy is None or not self._rehearsal.wants_states:

@@ -18,6 +18,8 @@ from clusterenv.policy.measure import MEASURES, Measure
 
 # As a fraction of the threshold. A divergence below this is negligible, and how it changes is noise.
 _NEGLIGIBLE = 0.05
+# Larger weights are taken from shared memory in less time than the newest policy takes on a pool; see docs/sync.md.
+_CHEAP_CHECK_BYTES = 128 << 10
 _MAX_COURSES = 64  # Versions are held for a while; of those that are not any more the tracker is not told.
 
 
@@ -34,6 +36,7 @@ class Reason(Enum):
     PLATEAU = "plateau"
     BUDGET = "budget"
     LAG = "max_lag"
+    SHARED = "shared_memory"
     UNMEASURED = "unmeasured"
 
 
@@ -86,6 +89,7 @@ class SyncRule(Protocol):
     """When workers pull new weights.
 
     One that compares may have a `measure`, of `policy.measure.MEASURES`; without it divergences are KL(own || newest).
+    It may also have `max_shared_bytes`: workers that share the head's memory pull all weights larger than that.
     """
 
     @property
@@ -121,6 +125,9 @@ class AdaptiveSync:
             by less than `plateau` times its average growth per version since the last pull. Pull when that happens;
             after n pulls above the threshold in a row, when it happens at n versions in a row. With 0 it must shrink;
             None switches this off.
+        everywhere: Whether also workers are judged for which a pull takes less time than a check: those that share the
+            head's memory, if weights are larger than 128 KiB. They pull every version otherwise, except in streams,
+            where weights are sent to them too.
     """
 
     threshold: float = 0.05
@@ -128,8 +135,14 @@ class AdaptiveSync:
     measure: Measure = "kl"
     max_lag: float = 20
     plateau: float | None = 0.5
+    everywhere: bool = False
 
     compares: ClassVar[bool] = True
+
+    @property
+    def max_shared_bytes(self) -> float:
+        """The size of weights above which workers that share the head's memory need not be judged."""
+        return math.inf if self.everywhere else _CHEAP_CHECK_BYTES
 
     def __post_init__(self) -> None:
         if not _is_number(self.threshold) or not 0 < self.threshold < math.inf:
@@ -141,6 +154,8 @@ class AdaptiveSync:
                 f"AdaptiveSync.max_lag must be at least 1 version, a whole number, got {self.max_lag!r}. math.inf "
                 "switches it off."
             )
+        if not isinstance(self.everywhere, bool):
+            raise ConfigError(f"AdaptiveSync.everywhere must be True or False, got {self.everywhere!r}.")
         if self.plateau is not None and not (_is_number(self.plateau) and 0 <= self.plateau < 1):
             raise ConfigError(
                 f"AdaptiveSync.plateau must be at least 0 and less than 1, got {self.plateau!r}: steady growth is "
