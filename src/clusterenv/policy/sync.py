@@ -302,8 +302,8 @@ class _BudgetTracker:
         if self._earned_at is None or newest > self._earned_at[0]:
             income = self._income(newest, pull_bytes, now_s)
             self._earned_at = newest, now_s
-            # One pull is carried over at most, so that fractions are not lost.
-            self._left = min(self._left + income, income + 1.0 if income >= 1.0 else 1.0)
+            # Fractions are carried over; what nobody wanted is not, but for the one pull that may be due.
+            self._left = income + (self._left if self._left < 1.0 else max(0.0, 1.0 - income))
         # A thousandth: ten times a tenth is not quite one.
         count = 0 if divergence == 0.0 else int(min(num_workers, self._left + 1e-3))
         self._left -= count
