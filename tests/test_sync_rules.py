@@ -379,3 +379,44 @@ def test_a_budget_that_makes_no_sense_is_refused(name: str, wrong: Any) -> None:
 def test_a_budget_is_of_one_kind(both: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"takes one of .*got (neither|both)"):
         SyncBudget(**both)
+
+
+def take_turns(num_workers: int, updates: int, growth: float) -> tuple[list[list[int]], list[Reason]]:
+    """Let workers diverge evenly; returns what each held at every version, and why they pulled."""
+    tracker, held, history, reasons = AdaptiveSync(0.05).start(), [1] * num_workers, [], []
+    for newest in range(2, updates + 2):
+        for own in sorted(set(held)):
+            holders = [worker for worker, version in enumerate(held) if version == own]
+            verdict = tracker.judge(own, newest, growth * (newest - own), len(holders), num_all=num_workers)
+            if verdict.pulls:
+                for worker in holders[: verdict.at_most]:
+                    held[worker] = newest
+                    reasons.append(verdict.reason)
+        history.append(list(held))
+    return history, reasons
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 8])
+def test_workers_take_turns_so_that_never_all_data_is_old(num_workers: int) -> None:
+    history, reasons = take_turns(num_workers, updates=100, growth=0.0049)  # The threshold is reached in 11 versions.
+    assert reasons.count(Reason.STAGGERED) == num_workers // 2  # Once, and then in turn.
+    assert set(reasons) == {Reason.STAGGERED, Reason.DIVERGED}
+    freshest = [newest - max(held) for newest, held in enumerate(history, start=2)]
+    assert max(freshest[11:]) <= 6
+    assert len(reasons) <= num_workers * 100 / 11 + num_workers / 2
+
+
+def test_a_worker_alone_has_nobody_to_take_turns_with() -> None:
+    _, reasons = take_turns(1, updates=100, growth=0.0049)
+    assert reasons == [Reason.DIVERGED] * 9
+
+
+def test_turns_do_not_make_the_rule_more_patient_with_a_plateau() -> None:
+    """Two groups that cross in turn have crossed as often as one that crosses alone."""
+    tracker = AdaptiveSync().start()
+    first, second = 1, 3
+    for newest in (5, 9, 13):
+        assert tracker.judge(first, newest, 0.06, 1, num_all=2).reason is Reason.DIVERGED
+        assert tracker.judge(second, newest + 2, 0.06, 1, num_all=2).reason is Reason.DIVERGED
+        first, second = newest, newest + 2
+    assert pause(tracker, second, 3) == [Reason.BELOW] * 3 + [Reason.PLATEAU]

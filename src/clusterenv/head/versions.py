@@ -443,7 +443,13 @@ class Versions:
         for divergence, held in found:
             takers = [worker for worker in held.holders if worker.is_ready and can_take(worker)]
             verdict = self._tracker.judge(
-                held.number, self.newest, divergence, len(takers), pull_bytes=self._spec.size_bytes, now_s=now_s
+                held.number,
+                self.newest,
+                divergence,
+                len(takers),
+                num_all=len(self._workers),
+                pull_bytes=self._spec.size_bytes,
+                now_s=now_s,
             )
             if verdict.advice is not None and verdict.reason not in self._warned and held not in silent:
                 self._warned.add(verdict.reason)

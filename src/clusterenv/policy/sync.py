@@ -34,6 +34,7 @@ class Reason(Enum):
     PERIOD = "period"
     DIVERGED = "diverged"
     PLATEAU = "plateau"
+    STAGGERED = "staggered"
     BUDGET = "budget"
     LAG = "max_lag"
     SHARED = "shared_memory"
@@ -67,6 +68,7 @@ class Tracker(Protocol):
         divergence: float | None = None,
         num_workers: int = 1,
         *,
+        num_all: int = 1,
         pull_bytes: int = 0,
         now_s: float = 0.0,
     ) -> Verdict:
@@ -80,6 +82,7 @@ class Tracker(Protocol):
             divergence: How far it is from the newest over states they met, in nats; None if the policy has no
                 distribution, or they do not say how they act.
             num_workers: How many hold it and could pull now.
+            num_all: How many workers there are.
             pull_bytes: What one pull sends.
             now_s: The time, by any clock that only advances.
         """
@@ -113,6 +116,9 @@ class AdaptiveSync:
     holds it, below the threshold, and learning stops. `plateau` detects the end of the rise; `max_lag` bounds what it
     misses. If a worker has pulled above the threshold several times in a row, its learner is clearly not held back, so
     a pause is not the trap, and the plateau must last that many versions.
+
+    Workers take turns: while more than half of them hold one version, the rest of these pull at half the threshold.
+    They do so once, and then reach the threshold at different times, so that a learner never has old data only.
 
     Attributes:
         threshold: Pull above this divergence, a mean over states, in nats.
@@ -178,6 +184,7 @@ class AdaptiveSync:
 class _Course:
     """How far a version had diverged, and when."""
 
+    own: int
     version: int  # The newest one it was compared with, and the divergence then.
     divergence: float = 0.0
     stalls: int = 0  # Consecutive versions, up to the last, at which the divergence had stopped growing.
@@ -198,6 +205,7 @@ class _AdaptiveTracker:
         divergence: float | None = None,
         num_workers: int = 1,
         *,
+        num_all: int = 1,
         pull_bytes: int = 0,
         now_s: float = 0.0,
     ) -> Verdict:
@@ -216,18 +224,21 @@ class _AdaptiveTracker:
             return self._pull_below(Reason.PLATEAU)
         if newest - own >= self._rule.max_lag:
             return self._pull_below(Reason.LAG)
+        excess = num_workers - (num_all + 1) // 2
+        if excess > 0 and divergence > self._rule.threshold / 2:
+            return Verdict(True, Reason.STAGGERED, excess)
         return Verdict(False, Reason.BELOW)
 
     def _course_of(self, own: int) -> _Course:
         if own not in self._courses:
             while len(self._courses) >= _MAX_COURSES:
                 del self._courses[min(self._courses)]
-            self._courses[own] = _Course(own)  # A version does not diverge from itself.
+            self._courses[own] = _Course(own, own)  # A version does not diverge from itself.
         return self._courses[own]
 
     def _note_crossing(self, course: _Course, newest: int) -> None:
-        """Count a crossing once, even if the pull is long on its way, and workers cross with several versions."""
-        if not course.has_crossed and newest > self._crossed_at:
+        """Count a crossing once, even if the pull is long on its way, and workers take turns."""
+        if not course.has_crossed and newest > self._crossed_at <= course.own:
             self._crossings += 1
             self._crossed_at = newest
         course.has_crossed = True
@@ -294,6 +305,7 @@ class _BudgetTracker:
         divergence: float | None = None,
         num_workers: int = 1,
         *,
+        num_all: int = 1,
         pull_bytes: int = 0,
         now_s: float = 0.0,
     ) -> Verdict:
@@ -376,6 +388,7 @@ class _LagTracker:
         divergence: float | None = None,
         num_workers: int = 1,
         *,
+        num_all: int = 1,
         pull_bytes: int = 0,
         now_s: float = 0.0,
     ) -> Verdict:
