@@ -278,7 +278,8 @@ def test_an_off_policy_learner_pulls_when_diverged_and_for_no_other_reason() -> 
     still = [0.02] * 500
     assert count_pulls(AdaptiveSync.off_policy(), still, updates=500) == []
     assert AdaptiveSync.off_policy(0.01).start().judge(1, 2, 0.02) == Verdict(True, Reason.DIVERGED)
-    assert AdaptiveSync.off_policy(0.01, measure="ess").measure == "ess"
+    chosen = AdaptiveSync.off_policy(0.01, measure="ess", everywhere=True)
+    assert (chosen.measure, chosen.everywhere, chosen.max_lag) == ("ess", True, math.inf)
 
 
 PULL_BYTES = 36_736

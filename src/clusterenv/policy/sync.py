@@ -169,12 +169,12 @@ class AdaptiveSync:
             )
 
     @classmethod
-    def off_policy(cls, threshold: float = 0.05, *, measure: Measure = "kl") -> Self:
+    def off_policy(cls, threshold: float = 0.05, *, measure: Measure = "kl", everywhere: bool = False) -> Self:
         """Return the rule for learners that correct for who made the data, or do not care: DQN, SAC, V-trace.
 
         The trap is not for them, so both protections are off: workers pull when they have diverged, and only then.
         """
-        return cls(threshold, measure=measure, max_lag=math.inf, plateau=None)
+        return cls(threshold, measure=measure, max_lag=math.inf, plateau=None, everywhere=everywhere)
 
     def start(self) -> Tracker:
         return _AdaptiveTracker(self)
