@@ -15,12 +15,10 @@ from gymnasium.envs.registration import EnvSpec
 
 import clusterenv
 from clusterenv.recording.episodes import Episode, EpisodeFinder
-from clusterenv.recording.pieces import Piece, Record
+from clusterenv.recording.pieces import PROVENANCE, Piece, Record
 from clusterenv.wire.layout import Layout
 
 log = logging.getLogger(__name__)
-
-PROVENANCE = {"policy_version": "versions", "policy_age": "ages", "policy_divergence": "divergences"}
 
 
 def write(pieces: Sequence[Piece], place: Path, dataset_id: str) -> dict[str, int]:
@@ -48,6 +46,8 @@ def _find_episodes(pieces: Sequence[Piece]) -> tuple[list[Episode], int]:
     for parts in runs.values():
         finder = EpisodeFinder()
         episodes: list[Episode] = []
+        # What one worker has written of a rollout before it was lost comes before what the next has made of it.
+        parts.sort(key=lambda piece: int(piece.about.get("incarnation", 0)))
         for record in heapq.merge(*(piece.records() for piece in parts), key=_number):
             episodes += finder.add(record)
         episodes += finder.end()
