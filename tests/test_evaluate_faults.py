@@ -277,18 +277,17 @@ def test_a_file_of_environments_whose_class_was_changed_is_refused(tmp_path: Pat
 
 
 def test_two_evaluations_do_not_write_to_one_file_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "eval.jsonl"
-    refused: list[str] = []
+    path, refused = tmp_path / "eval.jsonl", tmp_path / "refused"
 
     def try_too(env: Uneven) -> None:
-        if not refused:
+        if not refused.exists():
             with ClusterEnv(Uneven, 1, num_workers=0) as others, pytest.raises(ConfigError) as caught:
                 others.evaluate(act, 3, resume=path)
-            refused.append(str(caught.value))
+            refused.write_text(str(caught.value))
 
     with ClusterEnv(lambda: Uneven(try_too), 2, num_workers=0) as envs:
         envs.evaluate(act, 5, resume=path)
-        assert re.match(r"Another evaluation is writing to .*eval.jsonl at this moment", refused[0])
+        assert re.match(r"Another evaluation is writing to .*eval.jsonl at this moment", refused.read_text())
         assert envs.evaluate(act, 6, resume=path).manifest["resumed_episodes"] == 5
 
 
