@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "wire": {"errors", "config"},
     "policy": {"errors", "config"},
     "head": {"errors", "config", "rollout", "wire", "policy", "launchers.base"},
-    "worker": {"errors", "config", "wire", "policy"},
+    "worker": {"errors", "config", "wire", "policy", "recording.pieces"},
     "launchers": {"errors", "config", "wire.ticket"},
     "adapters": {"errors", "policy", "setup.factories"},
     "setup": {"errors", "config", "head", "launchers.base", "wire", "worker.making", "worker.shard"},

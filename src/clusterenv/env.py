@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from clusterenv.actions import is_batch
 from clusterenv.adapters import as_separate_policy, as_travelling_policy
 from clusterenv.config import Faults, Network, Timeouts, whole_number
-from clusterenv.errors import CallTimeout, ConfigError, WorkerLost
+from clusterenv.errors import CallTimeout, ConfigError, RecordingError, WorkerLost
 from clusterenv.head.exchange import Exchange
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.remote import Remote
@@ -28,7 +29,7 @@ from clusterenv.launchers.local import LocalLauncher
 from clusterenv.policy.contents import announce
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sync import EveryUpdate, SyncRule
-from clusterenv.rollout import Rollout
+from clusterenv.rollout import Episodes, Rollout
 from clusterenv.setup.arguments import as_autoreset_mode, check_launcher, check_mapping, check_settings, check_sync
 from clusterenv.setup.factories import EnvArgument, describe_factory, resolve
 from clusterenv.setup.sample import ObservationMode, check_mode, make_sample
@@ -175,6 +176,8 @@ class ClusterEnv(BackedVectorEnv):
         self._is_exchanging = False  # Whether `send` or `recv` may have left something behind.
         self._agent: tuple[object, tuple[str, ...] | None, Policy] | None = None
         self._stream: Stream | InlineStream | None = None
+        self._are_alike = False  # Whether it is known that the environments are all of one kind.
+        self._recorder: weakref.ref[object] | None = None  # Who lets the workers record.
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -469,6 +472,62 @@ class ClusterEnv(BackedVectorEnv):
         """Say in a sentence what was done, and what the sync rule saved against pulling every version."""
         return self._rollouts.stats.summary()
 
+    @property
+    def run_id(self) -> int:
+        """A number of this run's own, which its rollouts have, too: `rollout.positions.run`."""
+        return self._rollouts.run
+
+    def _begin_recording(self, recorder: object, directory: str, about: Mapping[str, Any]) -> None:
+        """Let every worker record, in this directory of its machine, what `_record` lets it make."""
+        with self._owner:
+            self._check_idle("Recorder")
+            backend = self._backend
+            if not isinstance(backend, Remote):
+                raise ConfigError(
+                    "where='worker' records on the workers' machines, and num_workers=0 has none: leave where= out."
+                )
+            if self._recorder is not None and self._recorder() is not None:
+                raise ConfigError("The workers record for another Recorder already: close that one first.")
+            self._recorder = weakref.ref(recorder)
+            reasons = backend.finish(backend.record(directory, about)).results
+            if failed := [each for each in zip(backend.workers, reasons, strict=True) if each[1] != ""]:
+                self._end_recording()
+                worker, reason = failed[0]
+                raise ConfigError(f"{reason} (On {worker}.)")
+
+    def _record(
+        self, agent: Any, num_steps: int, values: Mapping[str, Any] | None, number: int
+    ) -> tuple[Episodes, list[str]]:
+        """Do as `rollout` does, with the newest weights, but let the workers record and keep what they make.
+
+        Returns:
+            The episodes that finished, and the files that were written to, as `host:path`.
+        """
+        with self._owner:
+            self._check_idle("collect")
+            num_steps = whole_number("num_steps", num_steps, least=1)
+            check_mapping("values", values, _VALUES)
+            policy = self._policy_of(agent)
+            self._ensure_reset()
+            episodes, records = self._rollouts.record(policy, num_steps, dict(values or {}), number)
+            if failed := [(worker, reason) for worker, _, reason in records if reason]:
+                worker, reason = failed[0]
+                others = f", nor by {len(failed) - 1} others" if len(failed) > 1 else ""
+                raise RecordingError(
+                    f"A rollout could not be recorded by {worker}{others}: {reason} What was recorded before is there, "
+                    "and so is what other workers have made; the run may go on, and later rollouts may be recorded."
+                )
+            return episodes, [f"{worker.hostname}:{path}" for worker, path, _ in records]
+
+    def _end_recording(self) -> None:
+        """Let the workers record no more."""
+        self._recorder = None
+        backend = self._backend
+        if isinstance(backend, Remote) and not self.closed:
+            with self._owner:
+                self._check_idle("Recorder.close")
+                backend.finish(backend.end_recording())
+
     def _policy_of(self, agent: object, extras: Sequence[str] | None = None) -> Policy:
         """Return the agent as a policy: the same one as long as it is the same agent, wanted for the same."""
         if isinstance(extras, str):
@@ -480,6 +539,7 @@ class ClusterEnv(BackedVectorEnv):
 
     def _scene(self) -> Scene:
         """Return what evaluations take place in."""
+        from clusterenv.evaluation.alike import check_alike
         from clusterenv.evaluation.evaluate import Scene
 
         if self._factories.plain is None:
@@ -494,6 +554,9 @@ class ClusterEnv(BackedVectorEnv):
             )
         check_collectable(*self._rollouts.layouts)
         factory = self._factories.plain[0]
+        if not self._are_alike:
+            check_alike(self._factories.plain, lambda describe: self.apply(describe, range(self.num_envs)))
+            self._are_alike = True
         return Scene(
             factory=factory,
             env_name=describe_factory(factory) if self.spec is None else self.spec.id,

@@ -184,7 +184,9 @@ class Inline:
         pulls: set[Worker],
         num_probes: Mapping[Worker, int],
         arguments: Mapping[str, Any],
+        record: int | None = None,
     ) -> Collection:
+        assert record is None, "there is nobody to keep it"
         started = time.perf_counter()
         self._load(version, pulls)
         if self._rollout is None or len(self._rollout.rewards) != num_steps:

@@ -76,12 +76,14 @@ class Positions:
         episodes: The number of the episode it was in.
         steps: How many steps of that it had taken; -1 if its beginning was not seen.
         seeds: What that was reset with; -1 if it had no seed, or it is not known.
+        run: Another number for every ClusterEnv.
     """
 
     lives: NDArray[np.int64]
     episodes: NDArray[np.int64]
     steps: NDArray[np.int64]
     seeds: NDArray[np.int64]
+    run: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

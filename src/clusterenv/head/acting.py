@@ -121,6 +121,7 @@ class Acting(Workers):
         pulls: set[Worker],
         num_probes: Mapping[Worker, int],
         arguments: Mapping[str, Any],
+        record: int | None = None,
     ) -> Collection:
         """Let every worker make its part of a rollout, and wait for it.
 
@@ -130,19 +131,26 @@ class Acting(Workers):
             pulls: Which workers take them.
             num_probes: At how many rows workers should say how their actions were distributed; at none by default.
             arguments: Per-call values for the policy.
+            record: The rollout's number in a recording: then it stays with the workers, but for its last step.
 
         Returns:
             The buffers, which the next rollout will overwrite, and each shard's summary.
         """
         self.settle()
-        memory, buffers = self._rollout_buffers(num_steps)
+        memory, buffers = self._rollout_buffers(num_steps) if record is None else (None, self._last_step())
         offer = None if memory is None else memory.offer
         pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
         pending = self._start(
             PendingCall(
                 self.calls,
                 lambda call, w, _: messages.Collect(
-                    call, num_steps, num_probes.get(w, 0), version if w in pulls else None, pickled, offer
+                    call,
+                    num_steps,
+                    num_probes.get(w, 0),
+                    version if w in pulls else None,
+                    pickled,
+                    offer,
+                    record=record,
                 ),
                 arrays=lambda worker: self._weights_for(worker, pulls),
                 destination=lambda w, _: self.rollout_destination(w, buffers.columns(w.start, w.stop)),
@@ -193,6 +201,10 @@ class Acting(Workers):
         """Return the weights as a worker gets them with a message, if it shares no memory."""
         assert self._weights is not None, "a policy was adopted"
         return self._weights.frames if worker in pulls else ()
+
+    def _last_step(self) -> RolloutBuffers:
+        assert self.rollout_layout is not None, "a policy was adopted"
+        return self.rollout_layout.make(1, self.num_envs, allocate)
 
     def _rollout_buffers(self, num_steps: int) -> tuple[SharedMemory | None, RolloutBuffers]:
         layout = self.rollout_layout

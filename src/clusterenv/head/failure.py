@@ -39,8 +39,8 @@ def failure_of(worker: Worker, failed: Failed) -> WorkerFailed:
     is_known = failed.env_index is not None and worker.start <= failed.env_index < worker.stop
     env_indices = (failed.env_index,) if is_known and failed.env_index is not None else worker.env_indices
     culprit = _CULPRITS[failed.where][is_known].format(failed.env_index)
-    kind, text = _line(failed.type_name), _printable(failed.text)
-    traceback = _printable(failed.traceback)
+    kind, text = _line(failed.type_name), printable(failed.text)
+    traceback = printable(failed.traceback)
     error = worker_failed_type(failed.base)(
         f"{culprit} raised {kind}: {text} (on {worker}). The traceback there was:\n\n{traceback}",
         worker_index=worker.index,
@@ -78,7 +78,7 @@ def _namespace(found: Any) -> Any:
     return object.__getattribute__(found, "__dict__") if issubclass(type(found), ModuleType) else {}
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return a text that does nothing to a terminal, and is not too long for one."""
     shown = text[:_MAX_CHARACTERS]
     return "".join(
@@ -87,4 +87,4 @@ def _printable(text: str) -> str:
 
 
 def _line(text: str) -> str:
-    return _printable(text[:_MAX_LINE].replace("\n", " "))
+    return printable(text[:_MAX_LINE].replace("\n", " "))

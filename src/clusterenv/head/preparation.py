@@ -45,6 +45,7 @@ class Preparation:
 
     Attributes:
         attributes: Makes the request for each attribute that was set, in the order in which they were.
+        recording: Makes the request to record rollouts that stay on the worker's machine, if there is a recording.
         was_reset: Whether the learner has seen its environments: then a worker that takes over resets its own.
         adoption: Makes the request to adopt the policy, if there is one.
         on_adopted: Told of each worker that was given the policy in this way.
@@ -70,6 +71,7 @@ class Preparation:
             autoreset_mode: How environments are reset.
         """
         self.attributes: dict[str, Make] = {}
+        self.recording: Make | None = None
         self.was_reset = False
         self.adoption: Callable[..., messages.Adopt] | None = None
         self.on_adopted: Callable[[Worker, int], None] = lambda worker, version: None
@@ -105,7 +107,8 @@ class Preparation:
             return self._adoption_of(worker)
         requests = [
             PreparationRequest(partial(_numbered, make, worker), partial(expect, messages.Returned))
-            for make in self.attributes.values()
+            # One that cannot record says so with its first rollout.
+            for make in (*self.attributes.values(), *([] if self.recording is None else [self.recording]))
         ]
         if self.was_reset:
             requests.append(self._resumption(worker))

@@ -16,7 +16,8 @@ from clusterenv.head.outcome import Outcome
 from clusterenv.head.pending import PendingCall, Replies, step_destination
 from clusterenv.head.worker import Worker
 from clusterenv.head.workers import PLAIN, Handle
-from clusterenv.wire.messages import Apply, Decide, Invoke, Reset, SetAttribute, Step
+from clusterenv.wire import values
+from clusterenv.wire.messages import Apply, Decide, Invoke, Record, Reset, SetAttribute, Step
 
 
 class Remote(Evaluating):
@@ -121,6 +122,33 @@ class Remote(Evaluating):
 
         read = partial(_read_results, lambda worker: len(rows(worker)))
         return self._start(PendingCall(self.calls, lambda call, w, _: Apply(call, rows(w), code), read=read))
+
+    def record(self, directory: str, about: Mapping[str, Any]) -> Handle:
+        """Start letting the workers record, each to a file in this directory of its machine.
+
+        The results are why each of them cannot, in the order of the environments; "" if it can.
+
+        Args:
+            directory: Of the dataset.
+            about: What is said of the run.
+        """
+        said = values.dumps(dict(about))
+        self.settle()
+
+        def ask(call: int, worker: Worker, _buffer: int) -> Record:
+            return Record(call, directory, said, worker.incarnation)
+
+        def note(replies: Replies) -> Outcome:
+            self.preparation.recording = ask
+            return _read_results(lambda worker: 1, replies)
+
+        return self._start(PendingCall(self.calls, ask, asks_newcomers=True, read=note))
+
+    def end_recording(self) -> Handle:
+        """Start letting them record no more."""
+        self.settle()
+        self.preparation.recording = None
+        return self._start(PendingCall(self.calls, lambda call, *_: Record(call, None, b"", 0)))
 
     def step_shard(self, worker: Worker) -> PendingCall:
         """Start a step of one worker's environments, with the actions in the buffers; `read_step` reads the result."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,8 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from clusterenv.errors import WireError
-from clusterenv.head.failure import naming
-from clusterenv.head.infos import checked_errors
+from clusterenv.head.failure import naming, printable
+from clusterenv.head.infos import checked_errors, checked_list
 from clusterenv.head.outcome import Collection
 from clusterenv.head.stats import Stats
 from clusterenv.head.versions import PolicyBackend, Versions
@@ -53,8 +54,9 @@ class ActingBackend(PolicyBackend, Protocol):
         pulls: set[Worker],
         num_probes: Mapping[Worker, int],
         arguments: Mapping[str, Any],
+        record: int | None = None,
     ) -> Collection:
-        """Let every worker make its part of a rollout."""
+        """Let every worker make its part of a rollout, and keep it there if it is recorded."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -84,6 +86,7 @@ class Rollouts:
         versions: Of the policy.
         layouts: Of actions and observations.
         mode: How environments are reset.
+        run: A number of this run's own, which its rollouts have, too.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Rollouts:
         self.stats = Stats()
         self.layouts = layouts
         self.mode = mode
+        self.run = secrets.randbits(62)
         self.versions = Versions(rule, backend, layouts[1], self.stats)
         self._backend = backend
         self._copies = copies
@@ -182,7 +186,44 @@ class Rollouts:
             self.mode,
             provenance,
             self._cost(before, collection, seconds),
+            self.run,
         )
+
+    def record(
+        self, policy: Policy, num_steps: int, arguments: Mapping[str, Any], number: int
+    ) -> tuple[Episodes, list[tuple[Worker, str, str]]]:
+        """Let the workers make a rollout with the newest version, and record it where they are.
+
+        Args:
+            policy: Of the learner.
+            num_steps: How long.
+            arguments: Per-call values for the policy.
+            number: Of the rollout in the recording.
+
+        Returns:
+            The episodes that finished, and of each worker which file it records to, and why it could not; "" if it has.
+        """
+        check_collectable(*self.layouts)
+        workers = self._backend.workers
+        with self.distrust_after_failure():
+            self._backend.settle()
+            pulls = self.versions.prepare(policy, arguments, for_all=True)
+            started = time.perf_counter()
+            collection = self._backend.collect(num_steps, self.versions.newest, pulls, {}, arguments, number)
+            seconds = time.perf_counter() - started
+        records: list[tuple[Worker, str, str]] = []
+        for worker, summary, version in zip(workers, collection.summaries, collection.versions, strict=True):
+            with naming(worker):
+                check_progress(summary, worker.num_envs, num_steps)
+                self.versions.take_version(worker, version)
+                path, reason = checked_list(summary.get("recorded"), 2)
+                if not isinstance(path, str) or not isinstance(reason, str):
+                    raise WireError("What it says of its recording is malformed.")
+            records.append((worker, printable(path), printable(reason)))
+        self.stats.note_rollout(num_steps * self._num_envs, collection, seconds)
+        self._note_rollout_errors(collection.summaries, workers)
+        shards = [(worker.start, worker.stop) for worker in workers]
+        return _episodes(collection.summaries, shards, np.arange(self._num_envs)), records
 
     def assembler(self) -> Callable[[Sequence[ShardRollout]], Rollout]:
         """Return what makes a rollout of the parts that workers made, in a stream that begins now."""
@@ -207,6 +248,7 @@ class Rollouts:
                 self.mode,
                 self._provenance([made.version for made in group], sizes),
                 self._cost(before, collection, seconds),
+                self.run,
                 np.concatenate([made.worker.env_indices for made in group]),
             )
             before = self.stats.snapshot()
@@ -259,6 +301,7 @@ def assemble(
     mode: AutoresetMode,
     provenance: Mapping[str, NDArray[Any]],
     stats: dict[str, Any],
+    run: int,
     env_indices: NDArray[np.int64] | None = None,
 ) -> Rollout:
     """Make the rollout.
@@ -270,8 +313,8 @@ def assemble(
         mode: How environments were reset.
         provenance: `versions`, `ages` and `divergences`, per environment.
         stats: What it cost.
+        run: The number of the run.
         env_indices: The environment of each column, if not that of the same number.
-
     """
     actions, observations = layouts
     block = collection.buffers
@@ -291,7 +334,7 @@ def assemble(
         states=block.states,
         finals=finals,
         episodes=episodes,
-        positions=_positions(collection.summaries),
+        positions=_positions(collection.summaries, run),
         autoreset_mode=mode,
         stats=stats,
         env_indices=env_indices,
@@ -308,12 +351,28 @@ def check_summary(summary: Mapping[str, Any], columns: RolloutBuffers, layout: L
         WireError: It is malformed.
     """
     num_steps, num_rows = columns.rewards.shape
+    check_progress(summary, num_rows, num_steps)
+    if mode is AutoresetMode.SAME_STEP:
+        with _refusing_malformed():
+            _check_finals(summary["finals"], columns, layout)
+
+
+def check_progress(summary: Mapping[str, Any], num_rows: int, num_steps: int) -> None:
+    """Check what a worker says of its part of a rollout, but for final observations.
+
+    Raises:
+        WireError: It is malformed.
+    """
     checked_errors(summary.get("errors"), num_rows, 2 * num_steps * num_rows)
-    try:
+    with _refusing_malformed():
         _check_positions(summary["positions"], num_rows)
         _check_episodes(summary["episodes"], num_rows, num_steps)
-        if mode is AutoresetMode.SAME_STEP:
-            _check_finals(summary["finals"], columns, layout)
+
+
+@contextlib.contextmanager
+def _refusing_malformed() -> Iterator[None]:
+    try:
+        yield
     except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise WireError(f"What it says of its rollout is malformed: {repr(error)[:300]}.") from error
 
@@ -367,9 +426,9 @@ def _episodes(summaries: Sequence[Mapping[str, Any]], shards: Shards, env_indice
     )
 
 
-def _positions(summaries: Sequence[Mapping[str, Any]]) -> Positions:
+def _positions(summaries: Sequence[Mapping[str, Any]], run: int) -> Positions:
     columns = [np.concatenate([summary["positions"][name] for summary in summaries]) for name in _POSITIONS]
-    return Positions(lives=columns[0], episodes=columns[1], steps=columns[2], seeds=columns[3])
+    return Positions(lives=columns[0], episodes=columns[1], steps=columns[2], seeds=columns[3], run=run)
 
 
 def _finals(collection: Collection, shards: Shards, layout: Layout, mode: AutoresetMode) -> Finals:

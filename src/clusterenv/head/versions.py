@@ -101,8 +101,14 @@ class Versions:
         """Note that the weights have changed, for policies that cannot notice it themselves."""
         self._is_told = True
 
-    def prepare(self, policy: Policy, arguments: Mapping[str, Any]) -> set[Worker]:
-        """Bring the newest version to the workers that need it; returns which of them must load it now."""
+    def prepare(self, policy: Policy, arguments: Mapping[str, Any], *, for_all: bool = False) -> set[Worker]:
+        """Bring the newest version to the workers that need it; returns which of them must load it now.
+
+        Args:
+            policy: Of the learner.
+            arguments: Per-call values to try a new one with.
+            for_all: Whether all need it, whatever the rule says.
+        """
         if policy is not self._policy or not self.notice(policy):
             self._adopt(policy, arguments)
             return set()
@@ -110,6 +116,11 @@ class Versions:
             self._counted = self.newest
             self._count_needed(len(self._workers))
         pulls = {*self._pull_shared(), *self.judge()}
+        if for_all:
+            for worker in self.farther_behind(0):
+                if worker.is_ready:
+                    self.insist(worker)
+                    pulls.add(worker)
         if pulls:
             self._backend.load(self._spec, policy.weights())
         for worker in pulls:  # Nothing is under way: what they make next they make with these.

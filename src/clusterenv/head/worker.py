@@ -32,7 +32,7 @@ class Stage(enum.IntEnum):
 
     ASSIGN = 0  # The environments to make.
     SERVE = 1  # The spaces of the run, and its buffers.
-    RESTORE = 2  # What the worker before it had: attributes, a reset, what the learner saw last.
+    RESTORE = 2  # What the worker before it had: attributes, a recording, a reset, what the learner saw last.
     ADOPT = 3  # The policy, if there is one.
 
 

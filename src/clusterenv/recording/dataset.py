@@ -6,6 +6,7 @@ import heapq
 import json
 import logging
 import os
+import resource
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +16,10 @@ from gymnasium.envs.registration import EnvSpec
 
 import clusterenv
 from clusterenv.recording.episodes import Episode, EpisodeFinder
-from clusterenv.recording.pieces import Piece, Record
+from clusterenv.recording.pieces import PROVENANCE, Piece, Record
 from clusterenv.wire.layout import Layout
 
 log = logging.getLogger(__name__)
-
-PROVENANCE = {"policy_version": "versions", "policy_age": "ages", "policy_divergence": "divergences"}
 
 
 def write(pieces: Sequence[Piece], place: Path, dataset_id: str) -> dict[str, int]:
@@ -48,6 +47,8 @@ def _find_episodes(pieces: Sequence[Piece]) -> tuple[list[Episode], int]:
     for parts in runs.values():
         finder = EpisodeFinder()
         episodes: list[Episode] = []
+        # What one worker has written of a rollout before it was lost comes before what the next has made of it.
+        parts.sort(key=lambda piece: int(piece.about.get("incarnation", 0)))
         for record in heapq.merge(*(piece.records() for piece in parts), key=_number):
             episodes += finder.add(record)
         episodes += finder.end()
@@ -111,6 +112,8 @@ def main() -> None:
     """Write a dataset: its directory and id, and the pieces, are the arguments; what it holds goes to the output."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     place, dataset_id, *paths = sys.argv[1:]
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Each worker of a run has left a piece, and is read from.
     try:
         counts = write([Piece(Path(path)) for path in paths], Path(place), dataset_id)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other process says it to the user

@@ -7,11 +7,12 @@ crash has no end where its header says; all that was written before it counts.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clusterenv.errors import RecordingError, WireError
+from clusterenv.errors import ConfigError, RecordingError, WireError
 from clusterenv.wire import values
 from clusterenv.wire.spaces import checked_dtype, checked_shape
 
 SUFFIX = ".piece"
 FORMAT = 1
+PROVENANCE = {"policy_version": "versions", "policy_age": "ages", "policy_divergence": "divergences"}
+"""What a dataset calls the notes that say which policy has acted."""
 
 Arrays = dict[str, dict[str, NDArray[Any]]]
 
@@ -39,7 +42,7 @@ class Record:
     """Steps of some environments, as one rollout has them: arrays `[T, N, ...]`.
 
     Attributes:
-        notes: What is said of it as a whole, and of each column; see `Recorder.add`.
+        notes: What is said of it as a whole, and of each column; see `describe`.
         arrays: By group ("obs", "actions", "extras", ...), then by name: a leaf's place in its space, an extra's name.
     """
 
@@ -57,8 +60,68 @@ class Record:
         return {place: index for index, place in enumerate(places)}
 
 
+def describe(
+    number: int,
+    env_indices: NDArray[np.int64],
+    *,
+    ends: Iterable[tuple[int, int, Mapping[str, Any]]],
+    **columns: NDArray[Any],
+) -> dict[str, Any]:
+    """Return what is noted of a rollout.
+
+    Args:
+        number: Of the rollout in the recording.
+        env_indices: The environment of each column.
+        ends: Of each episode that finished: its last step, its column, and the info of that step.
+        columns: `lives`, `episodes`, `steps` and `seeds`, as `rollout.Positions` has them; `versions`, `ages` and
+            `divergences`, likewise per column; `final_steps` and `final_columns`, of the final observations.
+    """
+    errors = {f"{step} {column}": str(info["env_error"]) for step, column, info in ends if "env_error" in info}
+    return {"number": number, "env_indices": env_indices, "errors": errors, **columns}
+
+
+def check_extras(names: Iterable[str]) -> None:
+    """Raise ConfigError if something that a policy returns cannot be recorded by its name."""
+    if bad := [name for name in names if name in PROVENANCE or not name.strip(".") or "/" in name]:
+        raise ConfigError(f"The policy's {bad[0]!r} cannot be recorded by that name: give it another.")
+
+
+def open_piece(path: Path, name: str, about: Mapping[str, Any]) -> PieceWriter:
+    """Begin a piece of a dataset that is not there yet.
+
+    Args:
+        path: The dataset's directory. Nothing may be there but pieces of the same run.
+        name: Of the piece; it begins with the run's.
+        about: The run: what the first record tells.
+
+    Raises:
+        ConfigError: There is something already, or it cannot be written there.
+    """
+    pieces = path / "pieces"
+    with contextlib.suppress(OSError):  # Whatever is the matter, it is said when the directory is made.
+        if (path / "data").exists():
+            raise ConfigError(
+                f"There is a dataset at {path} already, and it is not overwritten. Choose another name or version, or "
+                "delete it."
+            )
+        if any(not piece.name.startswith(about["run"]) for piece in pieces.glob(f"*{SUFFIX}")):
+            raise ConfigError(
+                f"{path} holds the pieces of a recording that goes on, or was not closed. If it was not, make its "
+                f"dataset: clusterenv merge {path} --out {path}. Or choose another path."
+            )
+    try:
+        pieces.mkdir(parents=True, exist_ok=True)
+        return PieceWriter(pieces / f"{name}{SUFFIX}", about)
+    except OSError as error:
+        raise ConfigError(f"Nothing can be recorded to {path}: {error}. Choose another path.") from error
+
+
 class PieceWriter:
-    """Appends records to a new file."""
+    """Appends records to a new file.
+
+    Attributes:
+        path: The file.
+    """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         """Make the file.
@@ -70,6 +133,7 @@ class PieceWriter:
         Raises:
             OSError: It cannot be made.
         """
+        self.path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             self.append({"format": FORMAT, **about}, {})

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
 import uuid
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from clusterenv.env import ClusterEnv
 from clusterenv.errors import ConfigError, RecordingError
-from clusterenv.recording.dataset import PROVENANCE
 from clusterenv.recording.merging import (
     Recording,
     check_installed,
@@ -27,8 +26,8 @@ from clusterenv.recording.merging import (
     describe_spec,
     merge,
 )
-from clusterenv.recording.pieces import SUFFIX, PieceWriter
-from clusterenv.rollout import Finals, Rollout, map_tree
+from clusterenv.recording.pieces import PieceWriter, check_extras, describe, open_piece
+from clusterenv.rollout import Episodes, Finals, Rollout, map_tree
 from clusterenv.wire.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -47,17 +46,26 @@ class Recorder:
     Use it in a `with` block, or call `close`. Until then, what was added is in the directory's `pieces`; after a crash
     `clusterenv merge` makes the dataset of them.
 
+    With `where="worker"` the workers write what `collect` lets them make, each on its own machine, and it stays there:
+
+        with Recorder(envs, "/local/lander/expert-v0", where="worker") as recorder:
+            for _ in range(100):
+                recorder.collect(agent, num_steps=1000)
+        print(recorder.pieces)  # For `clusterenv merge`, once they are in one place.
+
     Attributes:
         path: The dataset's directory.
+        pieces: With `where="worker"`, the files that were written, as `host:path`.
     """
 
-    def __init__(self, envs: ClusterEnv, path: str | Path) -> None:
+    def __init__(self, envs: ClusterEnv, path: str | Path, *, where: Literal["head", "worker"] = "head") -> None:
         """Begin to record.
 
         Args:
             envs: Whose rollouts they are. They are asked what they are, which ends a stream.
             path: The dataset's directory, which must not exist or be empty. Its last part is a name as Minari has them:
                 `expert-v0`.
+            where: "worker" lets workers write to this directory of their machines, and needs nothing on this one.
 
         Raises:
             ConfigError: Minari is not installed, or cannot hold these environments' spaces; or the path is not good.
@@ -65,7 +73,10 @@ class Recorder:
         check_installed()
         if not isinstance(envs, ClusterEnv):
             raise ConfigError(f"Recorder takes the ClusterEnv whose rollouts it will be given, got {type(envs)}.")
+        if where not in ("head", "worker"):
+            raise ConfigError(f"where must be 'head' or 'worker', got {where!r}.")
         self.path = Path(path).expanduser().resolve()  # The run may change its directory.
+        self.pieces: list[str] = []
         check_path(self.path)
         run = uuid.uuid4().hex
         about = {
@@ -74,17 +85,16 @@ class Recorder:
             "action_space": describe_space(envs.single_action_space, "action"),
             "env_spec": describe_spec(_ask_spec(envs)),
         }
+        self._envs = envs
         self._layouts = Layout(envs.single_observation_space), Layout(envs.single_action_space)
-        self._num_envs, self._mode = envs.num_envs, envs.autoreset_mode
-        self._pieces = self.path / "pieces"
-        self._check_free()
-        try:
-            self._pieces.mkdir(parents=True, exist_ok=True)
-            self._writer = PieceWriter(self._pieces / f"{run}{SUFFIX}", about)
-        except OSError as error:
-            raise ConfigError(f"Nothing can be recorded to {self.path}: {error}. Choose another path.") from error
         self._num_added = 0
+        self._is_closed = False
         self._recording: Recording | None = None
+        self._writer: PieceWriter | None = None
+        if where == "worker":
+            envs._begin_recording(self, str(self.path), about)
+            return
+        self._writer = open_piece(self.path, run, about)
         self._finalizer = weakref.finalize(self, _leave, self._writer, self.path)
 
     def add(self, rollout: Rollout) -> None:
@@ -94,8 +104,12 @@ class Recorder:
             RecordingError: It cannot be written, such as to a full disk. All that was added before is there, and the
                 recorder can be closed as usual; the run may go on, and later rollouts may be added.
         """
-        if self._writer.is_closed:
-            raise ConfigError("This recorder is closed. Another one needs another path.")
+        self._check_open()
+        if self._writer is None:
+            raise ConfigError(
+                "where='worker' records what stays with the workers, recorder.collect(agent, num_steps), and this "
+                "rollout is here already: leave where= out to record it."
+            )
         notes, arrays = self._read(rollout)
         try:
             self._writer.append(notes, arrays)
@@ -106,27 +120,65 @@ class Recorder:
             ) from error
         self._num_added += 1
 
-    def close(self) -> Recording:
-        """Make the dataset; again does nothing.
+    def collect(self, agent: Any, num_steps: int, *, values: Mapping[str, Any] | None = None) -> Episodes:
+        """Make a rollout and record it, for those who want the dataset only.
 
-        Episodes that have not ended are marked as truncated, and their metadata has `cut`.
+        With `where="worker"` it stays with the workers, who make it with the agent's newest weights, whatever the sync
+        rule says.
+
+        Args:
+            agent: As for `ClusterEnv.rollout`.
+            num_steps: T.
+            values: Per-call values for the policy.
 
         Returns:
-            What the dataset holds.
+            The episodes that finished in it.
+
+        Raises:
+            RecordingError: It cannot be written, here or by a worker, such as to a full disk; see `add`. What other
+                workers have made is recorded.
+            PolicyError: As `ClusterEnv.rollout` raises it.
+            WorkerFailed: Likewise.
+        """
+        self._check_open()
+        if self._writer is not None:
+            rollout = self._envs.rollout(agent, num_steps, values=values)
+            self.add(rollout)
+            return rollout.episodes
+        number, self._num_added = self._num_added, self._num_added + 1  # Also if it fails: others may have recorded it.
+        episodes, pieces = self._envs._record(agent, num_steps, values, number)
+        self.pieces += [piece for piece in pieces if piece not in self.pieces]
+        return episodes
+
+    def close(self) -> Recording | None:
+        """Make the dataset; again does nothing.
+
+        Episodes that have not ended are marked as truncated, and their metadata has `cut`. With `where="worker"` the
+        files are complete, and `clusterenv merge` makes the dataset of them.
+
+        Returns:
+            What the dataset holds; None with `where="worker"`.
 
         Raises:
             RecordingError: The dataset could not be written; the pieces stay, and the error says how to go on. Or it
                 was written, but the pieces cannot be deleted.
         """
-        if self._recording is None:
+        if self._writer is None:
+            if not self._is_closed:
+                self._is_closed = True
+                self._envs._end_recording()
+                log.info("recorded to %s", ", ".join(self.pieces))
+        elif self._recording is None:
+            self._is_closed = True
             self._finalizer.detach()
             self._writer.close()
-            self._recording = merge([self._pieces], self.path)
+            pieces = self.path / "pieces"
+            self._recording = merge([pieces], self.path)
             try:
-                shutil.rmtree(self._pieces)
+                shutil.rmtree(pieces)
             except OSError as error:
                 raise RecordingError(
-                    f"The dataset at {self.path} is complete, but {self._pieces} cannot be deleted: {error}. It is not "
+                    f"The dataset at {self.path} is complete, but {pieces} cannot be deleted: {error}. It is not "
                     "needed any more."
                 ) from error
             log.info("recorded %s", self._recording)
@@ -147,18 +199,9 @@ class Recorder:
                 raise
             log.warning("%s", failure)
 
-    def _check_free(self) -> None:
-        with contextlib.suppress(OSError):  # Whatever is the matter, it is said when the directory is made.
-            if (self.path / "data").exists():
-                raise ConfigError(
-                    f"There is a dataset at {self.path} already, and it is not overwritten. Choose another name or "
-                    "version, or delete it."
-                )
-            if any(self._pieces.glob(f"*{SUFFIX}")):
-                raise ConfigError(
-                    f"{self.path} holds the pieces of a recording that goes on, or was not closed. If it was not, make "
-                    f"its dataset: clusterenv merge {self.path} --out {self.path}. Or choose another path."
-                )
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigError("This recorder is closed. Another one needs another path.")
 
     def _read(self, rollout: Rollout) -> tuple[dict[str, Any], dict[str, dict[str, NDArray[Any]]]]:
         """Return what is noted of a rollout, and its arrays."""
@@ -166,39 +209,30 @@ class Recorder:
             raise ConfigError(f"add() takes rollouts of envs.rollout and envs.stream, got {type(rollout)}.")
         if not isinstance(rollout.rewards, np.ndarray):
             raise ConfigError("This rollout holds tensors: add the one with arrays, before to_torch().")
-        if bad := [name for name in rollout.extras if name in PROVENANCE or not name.strip(".") or "/" in name]:
-            raise ConfigError(f"The policy's {bad[0]!r} cannot be recorded by that name: give it another.")
-        if rollout.env_indices.max() >= self._num_envs or rollout.autoreset_mode is not self._mode:
-            raise ConfigError(
-                f"This rollout is of other environments than the recorder's, which are {self._num_envs} and reset by "
-                f"{self._mode}: it has environment {rollout.env_indices.max()} and {rollout.autoreset_mode}. Give each "
-                "ClusterEnv a recorder of its own."
-            )
+        check_extras(rollout.extras)
+        if rollout.positions.run != self._envs.run_id:
+            raise ConfigError("This rollout is of another ClusterEnv than the recorder's. Give each its own recorder.")
         observations, actions = self._layouts
         positions = rollout.positions
         finals = rollout.finals
         if rollout.autoreset_mode is not AutoresetMode.SAME_STEP:  # Else they are the observations that follow.
             none = np.zeros(0, np.int64)
             finals = Finals(map_tree(lambda part: part[none], finals.obs), none, none)
-        ends = zip(rollout.episodes.steps.tolist(), rollout.episodes.columns.tolist(), strict=True)
-        notes = {
-            "number": self._num_added,
-            "env_indices": rollout.env_indices,
-            "lives": positions.lives,
-            "episodes": positions.episodes,
-            "steps": positions.steps,
-            "seeds": positions.seeds,
-            "versions": rollout.versions,
-            "ages": rollout.ages,
-            "divergences": rollout.divergences,
-            "errors": {
-                f"{step} {column}": str(info["env_error"])
-                for (step, column), info in zip(ends, rollout.episodes.infos, strict=True)
-                if "env_error" in info
-            },
-            "final_steps": finals.steps,
-            "final_columns": finals.columns,
-        }
+        ended = rollout.episodes
+        notes = describe(
+            self._num_added,
+            rollout.env_indices,
+            lives=positions.lives,
+            episodes=positions.episodes,
+            steps=positions.steps,
+            seeds=positions.seeds,
+            versions=rollout.versions,
+            ages=rollout.ages,
+            divergences=rollout.divergences,
+            ends=zip(ended.steps.tolist(), ended.columns.tolist(), ended.infos, strict=True),
+            final_steps=finals.steps,
+            final_columns=finals.columns,
+        )
         arrays = {
             "obs": _leaves(observations, rollout.obs, "observation"),
             "next_obs": _leaves(observations, rollout.next_obs, "observation"),

@@ -128,6 +128,7 @@ class Collect(_Message, tag=10, frozen=True):
     arguments: bytes | None  # cloudpickle: per-call values
     memory: Offer | None  # where the rollout goes; None: send it as frames
     is_own: bool = False  # whether that memory is for this shard's columns only
+    record: int | None = None  # its number in a recording: it stays with the worker, but for the last step
 
 
 class Decide(_Message, tag=11, frozen=True):
@@ -138,6 +139,15 @@ class Decide(_Message, tag=11, frozen=True):
     version: int | None
     arguments: bytes | None  # cloudpickle: per-call values
     num_probes: int  # as with Collect
+
+
+class Record(_Message, tag=34, frozen=True):
+    """Head to worker: record here the rollouts that stay with you, and no longer elsewhere. Answered by Returned."""
+
+    call: int
+    directory: str | None  # None: record no more
+    about: bytes  # values: a dict, what is said of the run
+    incarnation: int  # how many workers have joined in this place
 
 
 class Ping(_Message, tag=12, frozen=True):
@@ -335,6 +345,7 @@ Request: TypeAlias = (
     | Adopt
     | Collect
     | Decide
+    | Record
     | Ping
     | Resume
     | Show

@@ -141,6 +141,10 @@ class Collector:
             self._policy.seed(seed)
             self._prober.restart()
 
+    def name_seeds(self, seeds: Sequence[int | None]) -> None:
+        """Say what the episodes that begin now were reset with."""
+        self._ledger.name_seeds(seeds)
+
     def resume_after_error(self) -> None:
         """Learn from the host how far a step has come in which an environment raised."""
         rows = self._host.pending_rows()

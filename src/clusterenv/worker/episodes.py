@@ -46,6 +46,10 @@ class EpisodeLedger:
         self._numbers[rows] += 1
         self._seeds[rows] = -1 if seeds is None else _as_array(seeds)[rows]
 
+    def name_seeds(self, seeds: Sequence[int | None]) -> None:
+        """Say what all environments were reset with for the episodes that begin now."""
+        self._seeds = _as_array(seeds)
+
     def positions(self) -> dict[str, NDArray[np.int64]]:
         """Say where each environment stands: in which of its episodes, after how many steps of it."""
         return {

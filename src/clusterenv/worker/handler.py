@@ -28,6 +28,7 @@ from clusterenv.wire.messages import (
     Invoke,
     Offer,
     Part,
+    Record,
     Reply,
     Reset,
     Resume,
@@ -40,10 +41,11 @@ from clusterenv.wire.messages import (
 from clusterenv.wire.shared import open_offer
 from clusterenv.worker.episode_player import Task
 from clusterenv.worker.infos import complete
+from clusterenv.worker.recording import ShardRecorder
 from clusterenv.worker.shard import Shard, unpickle
 
 ShardRequest: TypeAlias = (
-    Reset | Step | Invoke | SetAttribute | Apply | Adopt | Collect | Decide | Resume | Show | Evaluate
+    Reset | Step | Invoke | SetAttribute | Apply | Adopt | Collect | Decide | Record | Resume | Show | Evaluate
 )
 Answer: TypeAlias = tuple[Reply, Iterable[NDArray[Any]]]
 Send: TypeAlias = Callable[[Reply, Iterable[NDArray[Any]]], None]
@@ -87,6 +89,8 @@ class Handler:
         self._weights_memory: memoryview | None = None
         self._load_error: Exception | None = None
         self._blocks: dict[tuple[Offer | None, int], RolloutBuffers] = {}
+        self._kept: RolloutBuffers | None = None  # For rollouts that are recorded here.
+        self._recorder = ShardRecorder(assignment.start)
 
     def answer(self, request: ShardRequest, weights: memoryview | None) -> Answer:
         """Do what is asked.
@@ -127,6 +131,9 @@ class Handler:
                 return self._stepped(call, *shard.decide(request.buffer, request.num_probes, arguments))
             case Collect():
                 return self._collect(request, weights)
+            case Record():
+                self._kept = None
+                return _returned(call, [self._recorder.begin(request.directory, request.about, request.incarnation)])
             case Evaluate():
                 tasks = [Task(each.index, each.seed, _unpickled(each.options)) for each in request.episodes]
                 finished, unstarted = shard.play(_unpickled(request.code), request.num_envs, tasks, request.limit_s)
@@ -151,6 +158,7 @@ class Handler:
         policy, self._weights_spec = unpickle(request.code)
         self._weights_memory = None if request.weights is None else open_offer(request.weights)
         self._blocks.clear()
+        self._kept = None
         decoded = self._weights_spec.decode(self._newest(weights))
         spec = self._shard.adopt(policy, request.version, decoded, _unpickled(request.arguments) or {})
         return Adopted(request.call, list(spec.extras), list(spec.states), self._new_packages())
@@ -188,7 +196,7 @@ class Handler:
             """Send what is made already, so that the network works while the environments do."""
             nonlocal first
             self._tick()
-            if self._shares_memory:
+            if self._shares_memory or request.record is not None:
                 return
             if (
                 done - first >= max(least_steps, (request.num_steps - first) // _PART_SHARE)
@@ -203,15 +211,25 @@ class Handler:
         arguments = _unpickled(request.arguments) or {}
         summary, probes = self._shard.collect(block, request.num_probes, arguments, on_step)
         packed = None if probes is None else values.dumps(pack(probes))
+        version, sent = self._shard.policy_version, block.steps(first, request.num_steps)
+        if request.record is not None:
+            assert self._shard.rollout_layout is not None, "there is a block"
+            said = self._recorder.record(request.record, self._shard.rollout_layout, block, summary, version)
+            # Frames stay here. The last step is a copy: it may still be on its way when the next rollout begins.
+            summary = {**summary, "finals": None, "recorded": said}
+            sent = block.steps(request.num_steps - 1, request.num_steps).copy()
         busy_s = time.perf_counter() - started
-        reply = Collected(request.call, values.dumps(summary), busy_s, first, self._shard.policy_version, packed)
-        return reply, block.steps(first, request.num_steps).arrays()
+        return Collected(request.call, values.dumps(summary), busy_s, first, version, packed), sent.arrays()
 
     def _block_for(self, request: Collect) -> RolloutBuffers:
         """Return this shard's columns of the block; shared memory is laid out once for rollouts of one length."""
         spec, num_steps, num_rows = self._shard.rollout_layout, request.num_steps, self._assignment.num_rows
         if spec is None:
             raise PolicyError("No policy was sent to this worker.")
+        if request.record is not None:
+            if self._kept is None or len(self._kept.rewards) != num_steps:
+                self._kept = spec.make(num_steps, num_rows, allocate)
+            return self._kept
         if not self._shares_memory:
             return spec.make(num_steps, num_rows, allocate)  # A new one: the last may still be on its way to the head.
         key = request.memory, num_steps

@@ -55,6 +55,7 @@ class Shard:
         self._masks = ActionMasks(assignment.num_rows)
         self._num_adopted = 0  # Policies since the last reset of all.
         self._seeds: list[int | None] = [None] * assignment.num_rows  # Of the last reset.
+        self._has_taken_over = False  # Whether the next step will tell of a loss, and of new episodes with these seeds.
         self._collector: Collector | None = None
         self._player: EpisodePlayer | None = None
 
@@ -110,6 +111,7 @@ class Shard:
         self._masks.reset(complete(infos, len(seeds)), None if mask is None else np.array(mask, np.bool_))
         if mask is None:
             self._is_at_start = True
+            self._has_taken_over = False
             self._policy_seed = _policy_seed(seeds[0])
             self._num_adopted = 0
         rows = np.ones(len(seeds), np.bool_) if mask is None else np.array(mask, np.bool_)
@@ -124,6 +126,7 @@ class Shard:
         self._masks.reset(complete(self.host.reset_infos, len(seeds)), None)
         self._policy_seed = _policy_seed(seeds[0])
         self._seeds = list(seeds)
+        self._has_taken_over = True
 
     def step(self, buffer: int, actions: Iterable[Any] | None) -> Infos:
         """Step every environment once with the given actions, or those in the buffers."""
@@ -138,6 +141,8 @@ class Shard:
             self._masks.step(complete(infos, self._assignment.num_rows))
         if self._collector is not None:
             self._collector.account()
+        if self._has_taken_over:
+            self._note_new_episodes()
         return infos
 
     def adopt(self, policy: Policy, version: int, weights: Weights, values: Mapping[str, Any]) -> RolloutLayout:
@@ -192,6 +197,8 @@ class Shard:
         with self._resuming_after_errors():
             decided = self._policy().decide(buffer, num_probes, values)
         self._is_at_start = False
+        if self._has_taken_over:
+            self._note_new_episodes()
         return decided
 
     def collect(
@@ -201,6 +208,7 @@ class Shard:
         collector = self._policy()
         if self.host.start_over():
             collector.restart(np.ones(self._assignment.num_rows, np.bool_), self._seeds, None)
+        self._has_taken_over = False
         with self._resuming_after_errors():
             made = collector.collect(block, num_probes, values, on_step)
         self._is_at_start = False
@@ -242,6 +250,12 @@ class Shard:
             if self.is_stepping and self._collector is not None:
                 self._collector.resume_after_error()
             raise
+
+    def _note_new_episodes(self) -> None:
+        """Note that a step has told of the loss: the episodes that follow were begun with the last seeds."""
+        self._has_taken_over = False
+        if self._collector is not None:
+            self._collector.name_seeds(self._seeds)
 
     def _note_row(self, row: int) -> None:
         self._making_row = row

@@ -1,0 +1,109 @@
+"""Recording: a worker writes rollouts to a piece on its own machine, so that they need not travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clusterenv.errors import ConfigError
+from clusterenv.recording.pieces import PieceWriter, check_extras, describe, open_piece
+from clusterenv.wire import values
+from clusterenv.wire.buffers import RolloutBuffers, RolloutLayout
+
+
+class ShardRecorder:
+    """Writes the rollouts of one shard where the head wants them."""
+
+    def __init__(self, start: int) -> None:
+        """Write nothing yet.
+
+        Args:
+            start: The shard's first environment.
+        """
+        self._start = start
+        self._writer: PieceWriter | None = None
+        self._has_written = False
+        self._reason = "No recording has begun on this worker."
+
+    def begin(self, directory: str | None, about: bytes, incarnation: int) -> str:
+        """End what was recorded before, and begin a piece.
+
+        Args:
+            directory: The dataset's, on this machine; None: record no more.
+            about: What is said of the run, encoded.
+            incarnation: How many workers have joined in this place: pieces of earlier ones come before this one.
+
+        Returns:
+            Why that cannot be; "" if it can.
+        """
+        if self._writer is not None:
+            self._writer.close()
+            if not self._has_written:
+                self._writer.path.unlink(missing_ok=True)
+        self._writer, self._has_written, self._reason = None, False, ""
+        if directory is not None:
+            told = {**values.loads(about), "incarnation": incarnation}
+            try:
+                self._writer = open_piece(Path(directory), f"{told['run']}-{self._start}-{incarnation}", told)
+            except ConfigError as error:
+                self._reason = str(error)
+        return self._reason
+
+    def record(
+        self, number: int, layout: RolloutLayout, block: RolloutBuffers, summary: Mapping[str, Any], version: int
+    ) -> list[str]:
+        """Write a rollout that was made with the newest version.
+
+        Returns:
+            The piece, and why it could not be written; "" if it was.
+        """
+        if self._writer is None:
+            return ["", self._reason]
+        path = str(self._writer.path)
+        try:
+            check_extras(block.extras)
+            self._writer.append(*self._describe(number, layout, block, summary, version))
+        except (OSError, ConfigError) as error:
+            return [path, f"{path}: {error}."]
+        self._has_written = True
+        return [path, ""]
+
+    def _describe(
+        self, number: int, layout: RolloutLayout, block: RolloutBuffers, summary: Mapping[str, Any], version: int
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        positions, finals, episodes = summary["positions"], summary["finals"], summary["episodes"]
+        num_envs = block.rewards.shape[1]
+        notes = describe(
+            number,
+            np.arange(self._start, self._start + num_envs),
+            lives=positions["life"],
+            episodes=positions["episode"],
+            steps=positions["step"],
+            seeds=positions["seed"],
+            versions=np.full(num_envs, version, np.int64),
+            ages=np.zeros(num_envs, np.int64),
+            divergences=np.zeros(num_envs, np.float64),
+            ends=zip(episodes["step"].tolist(), episodes["row"].tolist(), episodes["info"], strict=True),
+            final_steps=finals["step"],
+            final_columns=finals["row"],
+        )
+        leaves = zip(layout.observations.leaves, block.observations, strict=True)
+        observations = {str(leaf): array for leaf, array in leaves}
+        final_obs = zip(layout.observations.leaves, finals["leaves"], strict=False)  # None if no episode ended.
+        arrays = {
+            "obs": {name: array[:-1] for name, array in observations.items()},
+            "next_obs": {name: array[-1] for name, array in observations.items()},
+            "final_obs": {str(leaf): np.asarray(part, leaf.dtype) for leaf, part in final_obs},
+            "actions": {str(leaf): array for leaf, array in zip(layout.actions.leaves, block.actions, strict=True)},
+            "steps": {
+                "rewards": block.rewards,
+                "terminations": block.terminations,
+                "truncations": block.truncations,
+                "valid": block.valid,
+            },
+            "extras": dict(block.extras),
+        }
+        return notes, arrays
