@@ -4,29 +4,27 @@ It creates the Pods of a run, watches them, tells the head what becomes of them,
 head writes requests to its standard input and reads replies from its standard output (`messages`), so that
 it never waits for the network; and when the head is gone, however it ended, the input ends and everything is removed.
 
-One thread decides. Others wait for the API server, and give it what to do next through a queue.
+One thread decides. Others wait for the API server, and give it what to do next (`background`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import queue
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clusterenv.launchers.kubernetes.anchor import Anchor
 from clusterenv.launchers.kubernetes.api import RIGHTS_ADVICE, Api, Refusal
-from clusterenv.launchers.kubernetes.manifest import CONTAINER, RUN_LABEL, WORKER_LABEL, merge
+from clusterenv.launchers.kubernetes.background import Background
+from clusterenv.launchers.kubernetes.manifest import CONTAINER, WORKER_LABEL, merge
 from clusterenv.launchers.kubernetes.messages import (
     AskTail,
     Plan,
@@ -42,11 +40,11 @@ from clusterenv.launchers.kubernetes.messages import (
     decode_request,
     encode,
 )
-from clusterenv.launchers.kubernetes.pod import PodState, find_disruption, read_events, read_last_event, read_pod
+from clusterenv.launchers.kubernetes.pod import PodState, read_last_event, read_pod
+from clusterenv.launchers.kubernetes.pod_logs import copy_log, fetch_events, fetch_tail
+from clusterenv.launchers.kubernetes.watch import watch_pods
 
-_AT_ONCE = 16  # Requests under way.
 _TICK_S = 0.25
-_WATCH_S = 60
 _RETRY_S = 2.0
 _START_S = 20.0  # How long to go on trying to create a Pod that the cluster does not take, at the start
 _GIVE_UP_S = 60.0  # and later.
@@ -58,8 +56,6 @@ _GONE_S = 6.0  # How long to wait until Pods that were deleted are gone.
 _FORCED_S = 3.0  # And after that, for those of nodes that do not answer.
 _LATE_S = 5.0  # How long after its grace a Pod that was deleted counts as gone: its node does not answer.
 _RENEWALS = 4  # How often the anchor's deadline is moved on before it can pass.
-_TAIL_LINES = 40
-_TAIL_BYTES = 1 << 14
 
 
 @dataclass
@@ -100,13 +96,11 @@ class _Client:
     def __init__(self, plan: Plan, api: Api) -> None:
         self._plan = plan
         self._api = api
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._pool = ThreadPoolExecutor(_AT_ONCE)
-        self._num_under_way = 0
+        self._background = Background()
         self._seats = [_Seat(index) for index in range(len(plan.pods))]
         self._names: dict[str, _Seat | None] = {}  # Of all Pods that are, or may be, there; the anchor's has no seat.
         self._followers: dict[str, threading.Thread] = {}
-        self._anchor = _Anchor(api, plan)
+        self._anchor = Anchor(api, plan)
         self._renew_at = float("inf")
         self._has_started = plan.takeover is not None
         self._parent = os.getppid()
@@ -121,19 +115,18 @@ class _Client:
     def run(self) -> None:
         """Do all there is to do."""
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: self._inbox.put(partial(self._stop, 0.0)))
-        threading.Thread(target=self._heard, args=(self._listen,), daemon=True).start()
-        self._do(self._prepare, self._begin)
+            signal.signal(number, lambda *_: self._background.put(partial(self._stop, 0.0)))
+        self._background.start(self._listen)
+        self._background.change(self._prepare, self._begin)
         while not self._is_done:
-            with contextlib.suppress(queue.Empty):
-                self._inbox.get(timeout=_TICK_S)()
+            self._background.take(_TICK_S)
             self._tick(time.monotonic())
 
     def _listen(self) -> None:
         """Read what the head wants, until it is gone."""
         for line in sys.stdin.buffer:
-            self._inbox.put(partial(self._take, line))
-        self._inbox.put(partial(self._stop, 0.0))
+            self._background.put(partial(self._take, line))
+        self._background.put(partial(self._stop, 0.0))
 
     def _take(self, line: bytes) -> None:
         request = decode_request(line)
@@ -143,37 +136,7 @@ class _Client:
             self._restart(self._seats[request.worker_index])
         elif isinstance(request, AskTail):
             seat = self._seats[request.worker_index]
-            self._ask(partial(self._fetch, seat.pod), partial(self._tell_tail, seat.index))
-
-    def _ask(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Make a call in the background, and then go on with what it returned: it may be a refusal."""
-
-        def work() -> None:
-            result: Any
-            try:
-                result = call()
-            except Refusal as refusal:
-                result = refusal
-            self._inbox.put(partial(then, result))
-
-        self._pool.submit(self._heard, work)
-
-    def _heard(self, work: Callable[[], None]) -> None:
-        """Do the work of another thread. Should it fail, so does this process, and another takes over."""
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - the thread that decides raises it
-            self._inbox.put(partial(_raise, error))
-
-    def _do(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Do the same with a call that changes something: all of these are waited for in the end."""
-
-        def finish(result: Any) -> None:
-            self._num_under_way -= 1
-            then(result)
-
-        self._num_under_way += 1
-        self._ask(call, finish)
+            self._background.ask(partial(fetch_tail, self._api, seat.pod), partial(self._tell_tail, seat.index))
 
     def _prepare(self) -> None:
         """Create what the Pods need; for a successor that is there already."""
@@ -197,7 +160,7 @@ class _Client:
             self._refuse(str(refusal))
             return
         self._renew_at = time.monotonic() + self._plan.lease_s / _RENEWALS
-        threading.Thread(target=self._heard, args=(self._watch,), daemon=True).start()
+        self._background.start(partial(watch_pods, self._api, self._plan.run, self._note_list, self._note_event))
         for seat in self._seats:
             if self._plan.takeover is None:
                 seat.give_up_at = time.monotonic() + _START_S
@@ -223,7 +186,9 @@ class _Client:
         manifest = _elsewhere(self._plan.pods[seat.index], seat.avoided_node)
         seat.create_at = None
         self._names[name] = seat
-        self._do(partial(self._create_pod, manifest, name), partial(self._note_created, seat, seat.incarnation, name))
+        self._background.change(
+            partial(self._create_pod, manifest, name), partial(self._note_created, seat, seat.incarnation, name)
+        )
 
     def _create_pod(self, manifest: dict[str, Any], name: str) -> None:
         if self._has_started:
@@ -268,7 +233,7 @@ class _Client:
         self._create(new)
 
     def _delete(self, name: str, grace_s: int) -> None:
-        self._do(partial(self._delete_pod, name, grace_s), partial(self._note_deleted, name))
+        self._background.change(partial(self._delete_pod, name, grace_s), partial(self._note_deleted, name))
 
     def _delete_pod(self, name: str, grace_s: int) -> None:
         self._api.request("DELETE", self._api.path("pods", name), {"gracePeriodSeconds": grace_s})
@@ -277,31 +242,11 @@ class _Client:
         if refusal is not None and refusal.status == 404:
             self._names.pop(name, None)
 
-    def _watch(self) -> None:
-        """Follow the run's Pods for ever."""
-        path, selector = self._api.path("pods"), f"{RUN_LABEL}={self._plan.run}"
-        version = ""
-        while True:
-            try:
-                if not version:
-                    listed = self._api.request("GET", path, labelSelector=selector)
-                    version = listed["metadata"]["resourceVersion"]
-                    self._inbox.put(partial(self._note_all, listed["items"]))
-                query = {"labelSelector": selector, "resourceVersion": version, "allowWatchBookmarks": "true"}
-                rest = b""
-                for piece in self._api.follow(path, watch="true", timeoutSeconds=_WATCH_S, **query):
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in filter(None, lines):
-                        event = json.loads(line)
-                        if event["type"] == "ERROR":  # What came since is forgotten there.
-                            version = ""
-                            break
-                        version = event["object"]["metadata"]["resourceVersion"]
-                        if event["type"] != "BOOKMARK":
-                            self._inbox.put(partial(self._note_pod, event["object"], event["type"] == "DELETED"))
-            except (Refusal, ValueError, LookupError):
-                version = ""
-                time.sleep(_RETRY_S / 2)
+    def _note_list(self, pods: list[dict[str, Any]]) -> None:
+        self._background.put(partial(self._note_all, pods))
+
+    def _note_event(self, pod: dict[str, Any], is_gone: bool) -> None:
+        self._background.put(partial(self._note_pod, pod, is_gone))
 
     def _note_all(self, pods: list[dict[str, Any]]) -> None:
         """Take a list of all Pods: those that were seen before and are not there, are gone."""
@@ -360,7 +305,7 @@ class _Client:
     def _end(self, seat: _Seat, state: PodState) -> None:
         """Tell that a worker has ended, once it is known what it said and what Kubernetes says."""
         seat.is_ending = True
-        self._ask(partial(self._fetch, seat.pod), partial(self._tell_end, seat, state))
+        self._background.ask(partial(fetch_tail, self._api, seat.pod), partial(self._tell_end, seat, state))
 
     def _tell_end(self, seat: _Seat, state: PodState, fetched: tuple[str, str] | Refusal) -> None:
         tail, disruption = ("", "") if isinstance(fetched, Refusal) else fetched
@@ -386,32 +331,6 @@ class _Client:
     def _tell_tail(self, worker_index: int, fetched: tuple[str, str] | Refusal) -> None:
         _say(Tail(worker_index, str(fetched) if isinstance(fetched, Refusal) else fetched[0]))
 
-    def _fetch(self, pod: dict[str, Any] | None) -> tuple[str, str]:
-        """Return the end of a Pod's log with its events, and why Kubernetes ended it if an event tells."""
-        if pod is None:
-            return "", ""
-        name, notes = pod["metadata"]["name"], []
-        events: list[dict[str, Any]] = []
-        try:
-            events = self._events(pod)
-            if events:
-                notes.append(f"The events of Pod {name}:\n{read_events(events)}")
-        except Refusal as refusal:
-            notes.append(f"(The events of Pod {name} cannot be read: {refusal})")
-        log = ""
-        try:
-            data = self._api.read(f"{self._api.path('pods', name)}/log", container=CONTAINER, tailLines=_TAIL_LINES)
-            log = data[-_TAIL_BYTES:].decode(errors="replace").strip()
-        except Refusal as refusal:
-            if refusal.status not in (400, 404):  # It has not begun, or is gone.
-                why = "its node does not answer" if refusal.status in (0, 500, 502, 503, 504) else str(refusal)
-                notes.append(f"(The log of Pod {name} cannot be read: {why})")
-        return "\n".join(filter(None, (log, *notes))), find_disruption(events)
-
-    def _events(self, pod: dict[str, Any]) -> list[dict[str, Any]]:
-        selector = f"involvedObject.kind=Pod,involvedObject.name={pod['metadata']['name']}"
-        return list(self._api.request("GET", self._api.path("events"), fieldSelector=selector)["items"])
-
     def _follow(self, pod: dict[str, Any]) -> None:
         """Keep what a worker prints, if it is to be kept."""
         name, worker_index = pod["metadata"]["name"], int(pod["metadata"]["labels"][WORKER_LABEL])
@@ -420,27 +339,8 @@ class _Client:
         if self._plan.log_dir is None or name in self._followers:
             return
         file = Path(self._plan.log_dir) / f"worker-{worker_index}.log"
-        self._followers[name] = threading.Thread(target=self._copy_log, args=(name, file), daemon=True)
+        self._followers[name] = threading.Thread(target=copy_log, args=(self._api, name, file), daemon=True)
         self._followers[name].start()
-
-    def _copy_log(self, name: str, file: Path) -> None:
-        num_written = 0
-        path = f"{self._api.path('pods', name)}/log"
-        while True:
-            try:
-                num_read = 0
-                with file.open("ab", buffering=0) as log:
-                    for piece in self._api.follow(path, container=CONTAINER, follow="true"):
-                        new = piece[max(0, num_written - num_read) :]  # After a broken connection it begins again.
-                        num_read += len(piece)
-                        num_written += log.write(new) or 0
-                return
-            except Refusal as refusal:
-                if refusal.status in (400, 403, 404):
-                    return
-            except OSError:  # The disk is full.
-                return
-            time.sleep(_RETRY_S)
 
     def _tick(self, now: float) -> None:
         if self._stop_at is None and os.getppid() != self._parent:
@@ -450,7 +350,9 @@ class _Client:
             return
         if now >= self._renew_at:
             self._renew_at = now + self._plan.lease_s / _RENEWALS
-            self._do(self._anchor.renew, lambda _: None)  # What is wrong will show when a Pod is created.
+            self._background.change(
+                self._anchor.renew, lambda _: None
+            )  # What is wrong will show when a Pod is created.
         for seat in self._seats:
             if seat.create_at is not None and now >= seat.create_at:
                 self._create(seat)
@@ -468,7 +370,7 @@ class _Client:
                 self._end(seat, PodState("ended", text))
         elif seat.state.kind == "waiting" and pod["spec"].get("nodeName") and now >= seat.look_at > 0.0:
             seat.look_at = now + _LOOK_S
-            self._ask(partial(self._events, pod), partial(self._note_events, seat))
+            self._background.ask(partial(fetch_events, self._api, pod), partial(self._note_events, seat))
 
     def _note_events(self, seat: _Seat, events: list[dict[str, Any]] | Refusal) -> None:
         """Say what a Pod that has a node and does not run waits for: its image, or a volume."""
@@ -492,12 +394,12 @@ class _Client:
         yield from self._await_answers()  # What is being created just now can be deleted then.
         failures: list[str] = []
         # From here on, should this process be killed, the rest is done by Kubernetes.
-        self._do(self._anchor.delete, partial(_collect, failures))
+        self._background.change(self._anchor.delete, partial(_collect, failures))
         yield from self._await_answers()
         for name in self._names:
             self._delete(name, _GRACE_S)
         secret = self._api.path("secrets", self._plan.secret["metadata"]["name"])
-        self._do(partial(self._api.request, "DELETE", secret), partial(_collect, failures))
+        self._background.change(partial(self._api.request, "DELETE", secret), partial(_collect, failures))
         yield from self._await_gone(_GRACE_S + _GONE_S)
         for name in self._names:  # Of nodes that do not answer; when they do, they find that they have no such Pod.
             self._delete(name, 0)
@@ -510,95 +412,13 @@ class _Client:
 
     def _await_gone(self, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
-        while (self._names or self._num_under_way) and time.monotonic() < deadline:
+        while (self._names or self._background.num_changes) and time.monotonic() < deadline:
             yield
 
     def _await_answers(self) -> Any:
         deadline = time.monotonic() + _GONE_S
-        while self._num_under_way and time.monotonic() < deadline:
+        while self._background.num_changes and time.monotonic() < deadline:
             yield
-
-
-class _Anchor:
-    """The Job that owns all else, and goes when nobody moves its deadline on."""
-
-    def __init__(self, api: Api, plan: Plan) -> None:
-        self.uid = "" if plan.takeover is None else plan.takeover.anchor_uid
-        self._api = api
-        self._plan = plan
-        self._name = plan.anchor["metadata"]["name"]
-        self._created_at = time.monotonic() - (0.0 if plan.takeover is None else plan.takeover.elapsed_s)
-        self._renewed_at = 0.0
-        self._has_secret = plan.takeover is not None
-        self._lock = threading.Lock()
-
-    @property
-    def references(self) -> list[dict[str, Any]]:
-        """What an object says that belongs to it."""
-        return [{"apiVersion": "batch/v1", "kind": "Job", "name": self._name, "uid": self.uid, "controller": False}]
-
-    def create(self) -> None:
-        """Create it, and the Secret."""
-        metadata = self._plan.anchor["metadata"] | {"ownerReferences": self._own_pod()}
-        self._created_at = self._renewed_at = time.monotonic()
-        created = self._api.request("POST", self._api.path("jobs"), self._plan.anchor | {"metadata": metadata})
-        self.uid = created["metadata"]["uid"]
-        self._create_secret()
-
-    def renew(self) -> None:
-        """Move its deadline on. If it is gone, with all it owned, create it again."""
-        with self._lock:
-            now = time.monotonic()
-            if now - self._renewed_at < 1.0:
-                return
-            lasts_s = int(now - self._created_at) + self._plan.lease_s
-            path = self._api.path("jobs", self._name)
-            try:
-                answer = self._api.request("PATCH", path, {"spec": {"activeDeadlineSeconds": lasts_s}})
-                status = answer.get("status") or {}
-                is_gone = "deletionTimestamp" in answer["metadata"] or any(
-                    each["type"] in ("Failed", "Complete") and each["status"] == "True"
-                    for each in status.get("conditions") or ()
-                )
-            except Refusal as refusal:
-                if refusal.status != 404:
-                    raise
-                is_gone = True
-            self._renewed_at = now
-            if is_gone:
-                self._renewed_at = 0.0
-                with contextlib.suppress(Refusal):  # It is being removed with the Job that owned it.
-                    self._api.request("DELETE", self._api.path("secrets", self._plan.secret["metadata"]["name"]))
-                self.create()
-                return
-            self.uid = answer["metadata"]["uid"]  # A predecessor may have had to create it again.
-            if not self._has_secret:
-                self._create_secret()
-
-    def delete(self) -> None:
-        """Remove it."""
-        try:
-            self._api.request("DELETE", self._api.path("jobs", self._name), {"propagationPolicy": "Background"})
-        except Refusal as refusal:
-            if refusal.status != 404:
-                raise
-
-    def _create_secret(self) -> None:
-        self._has_secret = False
-        metadata = self._plan.secret["metadata"] | {"ownerReferences": self.references}
-        self._api.request("POST", self._api.path("secrets"), self._plan.secret | {"metadata": metadata})
-        self._has_secret = True
-
-    def _own_pod(self) -> list[dict[str, Any]]:
-        """Say that it belongs to the Pod this process runs in, if it does run in one of the same namespace."""
-        if self._api.pod_name is None:
-            return []
-        selector = f"metadata.name={self._api.pod_name}"
-        pods = self._api.request("GET", self._api.path("pods"), fieldSelector=selector)["items"]
-        return [
-            {"apiVersion": "v1", "kind": "Pod", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"]}
-            for pod in pods
-        ]
 
 
 def _elsewhere(manifest: dict[str, Any], node: str | None) -> dict[str, Any]:
@@ -610,10 +430,6 @@ def _elsewhere(manifest: dict[str, Any], node: str | None) -> dict[str, Any]:
     affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
     merged: dict[str, Any] = merge(manifest, {"spec": {"affinity": affinity}})
     return merged
-
-
-def _raise(error: BaseException) -> None:
-    raise error
 
 
 def _collect(failures: list[str], result: Any) -> None:
