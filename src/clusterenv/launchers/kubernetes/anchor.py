@@ -10,6 +10,9 @@ from typing import Any
 from clusterenv.launchers.kubernetes.api import Api, Refusal
 from clusterenv.launchers.kubernetes.messages import Plan
 
+# Conditions of a Job that ends. Newer versions say with the last two that it will, once its Pods have.
+_ENDS = ("Failed", "Complete", "FailureTarget", "SuccessCriteriaMet")
+
 
 class Anchor:
     """The Job that owns all else, and goes when nobody moves its deadline on."""
@@ -32,10 +35,11 @@ class Anchor:
     def create(self) -> None:
         """Create it, and the Secret."""
         metadata = self._plan.anchor["metadata"] | {"ownerReferences": self._own_pod()}
-        self._created_at = self._renewed_at = time.monotonic()
+        self._created_at = time.monotonic()
         created = self._api.request("POST", self._api.path("jobs"), self._plan.anchor | {"metadata": metadata})
         self.uid = created["metadata"]["uid"]
         self._create_secret()
+        self._renewed_at = self._created_at
 
     def renew(self) -> None:
         """Move its deadline on. If it is gone, with all it owned, create it again."""
@@ -49,23 +53,20 @@ class Anchor:
                 answer = self._api.request("PATCH", path, {"spec": {"activeDeadlineSeconds": lasts_s}})
                 status = answer.get("status") or {}
                 is_gone = "deletionTimestamp" in answer["metadata"] or any(
-                    each["type"] in ("Failed", "Complete") and each["status"] == "True"
-                    for each in status.get("conditions") or ()
+                    each["type"] in _ENDS and each["status"] == "True" for each in status.get("conditions") or ()
                 )
             except Refusal as refusal:
                 if refusal.status != 404:
                     raise
                 is_gone = True
-            self._renewed_at = now
             if is_gone:
-                self._renewed_at = 0.0
-                with contextlib.suppress(Refusal):  # It is being removed with the Job that owned it.
-                    self._api.request("DELETE", self._api.path("secrets", self._plan.secret["metadata"]["name"]))
+                self._has_secret = False
                 self.create()
                 return
             self.uid = answer["metadata"]["uid"]  # A predecessor may have had to create it again.
             if not self._has_secret:
                 self._create_secret()
+            self._renewed_at = now
 
     def delete(self) -> None:
         """Remove it."""
@@ -76,9 +77,17 @@ class Anchor:
                 raise
 
     def _create_secret(self) -> None:
-        self._has_secret = False
         metadata = self._plan.secret["metadata"] | {"ownerReferences": self.references}
-        self._api.request("POST", self._api.path("secrets"), self._plan.secret | {"metadata": metadata})
+        path = self._api.path("secrets")
+        try:
+            self._api.request("POST", path, self._plan.secret | {"metadata": metadata})
+        except Refusal as refusal:
+            if refusal.status != 409:
+                raise
+            # That of a Job which is gone is being removed with it. Or it is this one, and an answer was lost.
+            with contextlib.suppress(Refusal):
+                self._api.request("DELETE", f"{path}/{metadata['name']}")
+            self._api.request("POST", path, self._plan.secret | {"metadata": metadata})
         self._has_secret = True
 
     def _own_pod(self) -> list[dict[str, Any]]:

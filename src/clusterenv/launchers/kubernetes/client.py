@@ -19,7 +19,7 @@ import traceback
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from clusterenv.launchers.kubernetes.anchor import Anchor
 from clusterenv.launchers.kubernetes.api import RIGHTS_ADVICE, Api, Refusal
@@ -36,6 +36,7 @@ from clusterenv.launchers.kubernetes.messages import (
     Stop,
     Stopped,
     Tail,
+    Warned,
     decode_plan,
     decode_request,
     encode,
@@ -55,7 +56,8 @@ _GRACE_S = 2  # That of one that is to leave; a kubelet gives no less.
 _GONE_S = 6.0  # How long to wait until Pods that were deleted are gone.
 _FORCED_S = 3.0  # And after that, for those of nodes that do not answer.
 _LATE_S = 5.0  # How long after its grace a Pod that was deleted counts as gone: its node does not answer.
-_RENEWALS = 4  # How often the anchor's deadline is moved on before it can pass.
+_RENEWALS = 4  # How often the anchor's deadline is moved on before it can pass,
+_ATTEMPTS = 40  # and how often that is tried if it does not succeed.
 
 
 @dataclass
@@ -65,7 +67,7 @@ class _Seat:
     Attributes:
         incarnation: How often it was started again.
         pod: As last seen.
-        is_created: Whether the cluster has taken the Pod.
+        created_at: When it was known that the cluster has the Pod; None until then.
         state: What the head was last told.
         create_at: When to try (again) to create it.
         give_up_at: When to stop trying.
@@ -79,7 +81,7 @@ class _Seat:
     index: int
     incarnation: int = 0
     pod: dict[str, Any] | None = None
-    is_created: bool = False
+    created_at: float | None = None
     state: PodState = field(default=PodState("waiting", "its Pod is being created"))
     create_at: float | None = None
     give_up_at: float = 0.0
@@ -93,15 +95,18 @@ class _Seat:
 class _Client:
     """One run's objects in a cluster, from the first to the last."""
 
-    def __init__(self, plan: Plan, api: Api) -> None:
+    def __init__(self, plan: Plan, api: Api, requests: BinaryIO) -> None:
         self._plan = plan
         self._api = api
+        self._requests = requests
         self._background = Background()
         self._seats = [_Seat(index) for index in range(len(plan.pods))]
         self._names: dict[str, _Seat | None] = {}  # Of all Pods that are, or may be, there; the anchor's has no seat.
         self._followers: dict[str, threading.Thread] = {}
         self._anchor = Anchor(api, plan)
         self._renew_at = float("inf")
+        self._renewed_at = time.monotonic()
+        self._warned_at = float("-inf")
         self._has_started = plan.takeover is not None
         self._parent = os.getppid()
         self._stop_at: float | None = None
@@ -109,7 +114,7 @@ class _Client:
         self._is_done = False
         if plan.takeover is not None:  # Before anybody is to be replaced: the head may ask for that at once.
             for seat in self._seats:
-                seat.incarnation, seat.is_created = plan.takeover.incarnations[seat.index], True
+                seat.incarnation, seat.created_at = plan.takeover.incarnations[seat.index], time.monotonic()
                 self._names[self._name_of(seat)] = seat
 
     def run(self) -> None:
@@ -124,7 +129,7 @@ class _Client:
 
     def _listen(self) -> None:
         """Read what the head wants, until it is gone."""
-        for line in sys.stdin.buffer:
+        for line in self._requests:
             self._background.put(partial(self._take, line))
         self._background.put(partial(self._stop, 0.0))
 
@@ -159,7 +164,8 @@ class _Client:
         if refusal is not None:
             self._refuse(str(refusal))
             return
-        self._renew_at = time.monotonic() + self._plan.lease_s / _RENEWALS
+        self._renewed_at = time.monotonic()
+        self._renew_at = self._renewed_at + self._plan.lease_s / _RENEWALS
         self._background.start(partial(watch_pods, self._api, self._plan.run, self._note_list, self._note_event))
         for seat in self._seats:
             if self._plan.takeover is None:
@@ -168,7 +174,7 @@ class _Client:
         self._check_started()
 
     def _check_started(self) -> None:
-        if not self._has_started and all(seat.is_created for seat in self._seats) and self._stop_at is None:
+        if not self._has_started and all(seat.created_at is not None for seat in self._seats) and self._stop_at is None:
             self._has_started = True
             _say(Started(self._anchor.uid))
 
@@ -205,7 +211,7 @@ class _Client:
             if seat.incarnation != incarnation:
                 self._delete(name, _HASTY_S)
             else:
-                seat.is_created = True
+                seat.created_at = time.monotonic()
                 self._check_started()
             return
         self._names.pop(name, None)
@@ -223,7 +229,7 @@ class _Client:
     def _restart(self, seat: _Seat) -> None:
         if self._stop_at is not None:
             return
-        if seat.is_created:
+        if seat.created_at is not None:
             self._delete(self._name_of(seat), _HASTY_S)
         new = _Seat(seat.index, seat.incarnation + 1, give_up_at=time.monotonic() + _GIVE_UP_S)
         if seat.pod is not None and seat.state.kind == "running":  # It hangs, or its node is dead or cut off.
@@ -242,14 +248,14 @@ class _Client:
         if refusal is not None and refusal.status == 404:
             self._names.pop(name, None)
 
-    def _note_list(self, pods: list[dict[str, Any]]) -> None:
-        self._background.put(partial(self._note_all, pods))
+    def _note_list(self, pods: list[dict[str, Any]], asked_at: float) -> None:
+        self._background.put(partial(self._note_all, pods, asked_at))
 
     def _note_event(self, pod: dict[str, Any], is_gone: bool) -> None:
         self._background.put(partial(self._note_pod, pod, is_gone))
 
-    def _note_all(self, pods: list[dict[str, Any]]) -> None:
-        """Take a list of all Pods: those that were seen before and are not there, are gone."""
+    def _note_all(self, pods: list[dict[str, Any]], asked_at: float) -> None:
+        """Take a list of all Pods: those that were there when it was asked for, and are not in it, are gone."""
         present = {pod["metadata"]["name"] for pod in pods}
         for name, seat in list(self._names.items()):
             if name in present:
@@ -258,7 +264,7 @@ class _Client:
                 self._names.pop(name)
             elif seat.pod is not None and seat.pod["metadata"]["name"] == name:
                 self._note_pod(seat.pod, is_gone=True)
-            elif seat.pod is None and self._is_inherited(seat):  # Others may have been created since the list was made.
+            elif seat.pod is None and seat.created_at is not None and seat.created_at < asked_at:
                 self._names.pop(name)
                 self._tell(seat, PodState("ended", f"Pod {name} is gone"))
         for pod in pods:
@@ -279,7 +285,7 @@ class _Client:
             if not is_gone:
                 self._names.setdefault(name, seat)
             return
-        seat.pod, seat.is_created = pod, True
+        seat.pod, seat.created_at = pod, seat.created_at or time.monotonic()
         if seat.is_ending or seat.state.kind == "ended":
             return
         state = read_pod(pod, self._plan.memory)
@@ -350,14 +356,25 @@ class _Client:
             return
         if now >= self._renew_at:
             self._renew_at = now + self._plan.lease_s / _RENEWALS
-            self._background.change(
-                self._anchor.renew, lambda _: None
-            )  # What is wrong will show when a Pod is created.
+            self._background.change(self._anchor.renew, self._note_renewed)
         for seat in self._seats:
             if seat.create_at is not None and now >= seat.create_at:
                 self._create(seat)
             elif seat.pod is not None and not seat.is_ending and seat.state.kind != "ended":
                 self._look_at(seat, seat.pod, now)
+
+    def _note_renewed(self, refusal: Refusal | None) -> None:
+        now = time.monotonic()
+        if refusal is None:
+            self._renewed_at = now
+            return
+        self._renew_at = min(self._renew_at, now + self._plan.lease_s / _ATTEMPTS)
+        if self._warned_at < self._renewed_at:
+            self._warned_at = now
+            left_s = self._renewed_at + self._plan.lease_s - now
+            _say(
+                Warned(f"Unless this mends itself, Kubernetes ends all workers in {max(0.0, left_s):.0f} s: {refusal}")
+            )
 
     def _look_at(self, seat: _Seat, pod: dict[str, Any], now: float) -> None:
         """See whether a Pod has been in the same state for too long."""
@@ -446,7 +463,10 @@ def _say(reply: Reply) -> None:
 def main() -> None:
     """Serve one head."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    plan = decode_plan(sys.stdin.buffer.readline())
+    requests = os.fdopen(os.dup(0), "rb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # A program that the kubeconfig names for credentials may read its input.
+    plan = decode_plan(requests.readline())
     try:
         api = Api(plan.context, plan.namespace)
     except Refusal as refusal:
@@ -455,7 +475,7 @@ def main() -> None:
         return
     status = 1
     try:
-        _Client(plan, api).run()
+        _Client(plan, api, requests).run()
         status = 0
     except BaseException:  # noqa: BLE001 - it is shown, and the head starts another client
         traceback.print_exc()
