@@ -135,6 +135,13 @@ def test_a_pod_that_was_gone_before_anybody_looked_is_told(api: KubeApi) -> None
         fleet.stop(0.0)
 
 
+def test_a_cluster_that_is_away_when_a_run_ends_is_waited_for(api: KubeApi) -> None:
+    fleet = launch(api)
+    api.fail("DELETE jobs", 503)
+    fleet.stop(0.0)
+    assert [*api.objects("jobs"), *api.objects("secrets"), *api.objects("pods")] == []
+
+
 def test_who_logs_in_again_goes_on(api: KubeApi, config: Path, caplog: pytest.LogCaptureFixture) -> None:
     fleet = launch(api, lease_s=10)
     try:

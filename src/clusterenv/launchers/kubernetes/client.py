@@ -55,6 +55,7 @@ _HASTY_S = 1  # The grace of a worker that hangs, and is replaced.
 _GRACE_S = 2  # That of one that is to leave; a kubelet gives no less.
 _GONE_S = 6.0  # How long to wait until Pods that were deleted are gone.
 _FORCED_S = 3.0  # And after that, for those of nodes that do not answer.
+_INSIST_S = 12.0  # How long to go on trying to remove the anchor while the head waits for that.
 _LATE_S = 5.0  # How long after its grace a Pod that was deleted counts as gone: its node does not answer.
 _RENEWALS = 4  # How often the anchor's deadline is moved on before it can pass,
 _ATTEMPTS = 40  # and how often that is tried if it does not succeed.
@@ -110,6 +111,7 @@ class _Client:
         self._has_started = plan.takeover is not None
         self._parent = os.getppid()
         self._stop_at: float | None = None
+        self._insist_s = _INSIST_S
         self._steps = self._remove()
         self._is_done = False
         if plan.takeover is not None:  # Before anybody is to be replaced: the head may ask for that at once.
@@ -131,7 +133,12 @@ class _Client:
         """Read what the head wants, until it is gone."""
         for line in self._requests:
             self._background.put(partial(self._take, line))
-        self._background.put(partial(self._stop, 0.0))
+        self._background.put(self._note_head_gone)
+
+    def _note_head_gone(self) -> None:
+        """Remove everything, and take the time that Kubernetes would take to do so by itself."""
+        self._insist_s = self._plan.lease_s
+        self._stop(0.0)
 
     def _take(self, line: bytes) -> None:
         request = decode_request(line)
@@ -350,7 +357,7 @@ class _Client:
 
     def _tick(self, now: float) -> None:
         if self._stop_at is None and os.getppid() != self._parent:
-            self._stop(0.0)
+            self._note_head_gone()
         if self._stop_at is not None:
             next(self._steps, None)
             return
@@ -410,9 +417,15 @@ class _Client:
             yield
         yield from self._await_answers()  # What is being created just now can be deleted then.
         failures: list[str] = []
+        began_at = time.monotonic()
+        while True:
+            self._background.change(self._anchor.delete, partial(_collect, failures))
+            yield from self._await_answers()
+            if not failures or time.monotonic() - began_at > self._insist_s:
+                break
+            failures.clear()
+            yield from self._pause(_RETRY_S)
         # From here on, should this process be killed, the rest is done by Kubernetes.
-        self._background.change(self._anchor.delete, partial(_collect, failures))
-        yield from self._await_answers()
         for name in self._names:
             self._delete(name, _GRACE_S)
         secret = self._api.path("secrets", self._plan.secret["metadata"]["name"])
@@ -430,6 +443,11 @@ class _Client:
     def _await_gone(self, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
         while (self._names or self._background.num_changes) and time.monotonic() < deadline:
+            yield
+
+    def _pause(self, duration_s: float) -> Any:
+        ends_at = time.monotonic() + duration_s
+        while time.monotonic() < ends_at:
             yield
 
     def _await_answers(self) -> Any:
