@@ -229,6 +229,31 @@ def test_a_step_that_has_lost_all_workers_waits_and_says_so_and_goes_on() -> Non
         assert infos["worker_lost"].all()
 
 
+def test_a_rollout_that_has_lost_all_workers_waits_and_says_so_and_goes_on() -> None:
+    launcher = Returning()
+    with (
+        Attendant(launcher, "waiting for 2 of 2 workers: no room for 2"),
+        ClusterEnv("CartPole-v1", NUM_ENVS, num_workers=2, launcher=launcher) as envs,
+    ):
+        envs.reset(seed=1)
+        for pid in envs.worker_pids:
+            os.kill(pid, signal.SIGKILL)
+        rollout = envs.rollout(Linear(), 8)
+        assert rollout.rewards.shape == (8, NUM_ENVS)
+        assert len(envs.losses) == 2
+
+
+@pytest.mark.parametrize("call", ["step", "rollout"])
+def test_other_calls_wait_for_lost_workers_no_longer_than_they_may(call: str) -> None:
+    timeouts = Timeouts(join_s=9.0)
+    with ClusterEnv("CartPole-v1", NUM_ENVS, num_workers=2, launcher=Returning(), timeouts=timeouts) as envs:
+        envs.reset(seed=1)
+        for pid in envs.worker_pids:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match="did not join within 9 s"):
+            envs.rollout(Linear(), 8) if call == "rollout" else envs.step(np.zeros(NUM_ENVS, np.int64))
+
+
 def test_a_stream_waits_for_lost_workers_no_longer_than_it_may() -> None:
     timeouts = Timeouts(join_s=9.0)
     faults = Faults(max_restarts=2)

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -389,6 +390,50 @@ def test_however_a_head_ends_it_leaves_nothing(laptop: KubeCluster, end: str, se
         assert seconds() - ended_at < 60
     finally:
         end_head(head)
+
+
+@pytest.mark.parametrize("moment", ["client", "job", "secret", "pod", "close"])
+def test_a_head_that_is_killed_while_it_starts_or_closes_leaves_nothing(bed: KubeCluster, moment: str) -> None:
+    script = HEAD.format(image=KubeEnv.cluster.image, lease_s=600, then="pass")
+    environment = os.environ | {"PYTHONPATH": module_path()}
+    head = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.DEVNULL)
+    try:
+        if moment == "client":
+            bed.wait_until(lambda: any("kubernetes.client" in command_of(pid) for pid in descendants()), 60.0)
+        else:
+            kind = {"job": "jobs", "secret": "secrets"}.get(moment, "pods")
+            bed.wait_until(lambda: bool(bed.objects(kind)), 60.0)
+        if moment == "close":
+            bed.wait_until(lambda: not bed.objects("jobs"), 60.0)  # What it owned goes after it.
+    finally:
+        head.kill()
+        head.wait()
+    assert wait_until_gone(descendants(), 30.0) == []
+    bed.wait_until(lambda: bed.remains() == [], 10.0)
+
+
+def test_two_runs_in_a_namespace_leave_each_other_alone(bed: KubeCluster) -> None:
+    with launch(make()) as envs:
+        envs.reset(seed=1)
+        ours = set(bed.remains())
+        head = start_head("time.sleep(60)")
+        try:
+            assert set(bed.remains()) > ours
+            with launch(make()) as others:
+                others.reset(seed=1)
+        finally:
+            end_head(head)
+        bed.wait_until(lambda: set(bed.remains()) == ours)
+        envs.step(np.zeros(4, np.int64))
+        assert envs.losses == ()
+
+
+def test_an_image_with_another_version_is_told(bed: KubeCluster, tmp_path: Path) -> None:
+    other = shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    messages = other / "clusterenv" / "wire" / "messages.py"
+    messages.write_text(re.sub(r"(?m)^PROTOCOL = \d+", "PROTOCOL = 1", messages.read_text()))
+    with pytest.raises(LaunchError, match=r"speaks protocol 1, the head \d+: install the head's clusterenv there"):
+        launch(make(env={"PYTHONPATH": f"{other}{os.pathsep}{ROOT}"}))
 
 
 def test_if_the_heads_machine_is_lost_kubernetes_removes_everything_after_the_lease(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,34 @@ def test_workers_end_when_the_head_is_killed(cluster: RayCluster) -> None:
         head.kill()
         head.communicate()
     assert wait_until_gone(descendants()) == []
+
+
+@pytest.mark.parametrize("moment", ["the driver starts", "an actor starts", "workers end"])
+def test_a_head_that_is_killed_while_it_starts_or_ends_leaves_nothing(cluster: RayCluster, moment: str) -> None:
+    launcher = cluster.launcher()
+    settings = json.dumps({"address": launcher.address, "runtime_env": launcher.runtime_env})
+    script = HEAD.replace("signal.pause()", "envs.close()")
+    head = subprocess.Popen([sys.executable, "-c", script, settings], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    wanted = {"the driver starts": "ray_driver", "an actor starts": "Holder"}.get(moment)
+    try:
+        assert head.stdout is not None
+        if wanted is None:
+            wait_until_gone(json.loads(head.stdout.readline())[:1])
+        else:
+            await_process(wanted)
+        head.kill()
+    finally:
+        head.kill()
+        head.communicate()
+    assert wait_until_gone(descendants(), 20.0) == []
+
+
+def await_process(words: str) -> None:
+    """Wait until a process of this test's has a command line with these words."""
+    ends_at = time.monotonic() + 60.0
+    while not any(words in command_of(pid) for pid in descendants()):
+        assert time.monotonic() < ends_at
+        time.sleep(0.01)
 
 
 def test_the_death_of_the_driver_is_the_loss_of_all_and_the_run_goes_on(cluster: RayCluster) -> None:
@@ -235,6 +264,13 @@ def test_a_head_that_workers_cannot_reach_is_named(cluster: RayCluster) -> None:
 def test_a_wrong_setting_is_refused_where_it_is_written(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         RayLauncher(**settings)
+
+
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "http://127.0.0.1:8265", "10.0.0.1"])
+def test_a_ray_address_that_leads_to_no_head_node_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=rf"\$RAY_ADDRESS must be .*HOST:PORT.*got '{address}'.*as a Ray job"):
+        open_envs(RayLauncher())
 
 
 def parent_of(pid: int) -> int:

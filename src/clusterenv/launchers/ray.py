@@ -71,11 +71,7 @@ class RayLauncher:
             raise ConfigError(f"RayLauncher.resources may not have {name!r}: use RayLauncher({_TAKEN[name]}=...).")
         if self.placement not in _PLACEMENTS:
             raise ConfigError(f"RayLauncher.placement must be one of {_PLACEMENTS}, got {self.placement!r}.")
-        if self.address not in ("auto", "local") and not _ADDRESS.match(str(self.address)):
-            raise ConfigError(
-                f"RayLauncher.address must be 'auto', 'local' or HOST:PORT of the cluster's head node, got "
-                f"{self.address!r}. From outside a cluster, submit the script as a Ray job: workers must reach it."
-            )
+        _check_address("RayLauncher.address", str(self.address))
         try:
             json.dumps(self._mapping("runtime_env"))
         except (TypeError, ValueError) as error:
@@ -127,7 +123,11 @@ class RayLauncher:
         """Return which cluster is meant, and whether a new one on this machine does as well."""
         if self.address != "auto":
             return self.address, False
-        if address := _connected_to() or os.environ.get("RAY_ADDRESS", ""):
+        if address := _connected_to():
+            _check_address("The address that this script has given to `ray.init`", address)
+            return address, False
+        if address := os.environ.get("RAY_ADDRESS", ""):
+            _check_address("$RAY_ADDRESS", address)
             return address, False
         # Where Ray writes which cluster this machine is in. One that has not been stopped in order leaves it behind.
         temporary = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
@@ -343,10 +343,22 @@ class RayFleet:
         )
 
 
+def _check_address(what: str, address: str) -> None:
+    if address not in ("auto", "local") and not _ADDRESS.match(address):
+        raise ConfigError(
+            f"{what} must be 'auto', 'local' or HOST:PORT of the cluster's head node, got {address!r}. From outside a "
+            "cluster, submit the script as a Ray job: workers must reach it."
+        )
+
+
 def _connected_to() -> str:
     """Return the address of the cluster that this very process is connected to, if it is."""
     ray = sys.modules.get("ray")
-    return str(ray.get_runtime_context().gcs_address) if ray is not None and ray.is_initialized() else ""
+    if ray is None or not ray.is_initialized():
+        return ""
+    if ray.util.client.ray.is_connected():  # By Ray Client, which has no address of the cluster's own.
+        return "ray://..."
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _own_path() -> list[str]:

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,19 +67,11 @@ class Api:
         Raises:
             Refusal: There are none.
         """
-        settings = client.Configuration()
-        # What a kubeconfig holds of keys and certificates is written to files: those may be found by others, or stay.
-        with tempfile.TemporaryDirectory(prefix="clusterenv-") as directory:
-            own, is_inside = _load(settings, context, directory)
-            self._client = client.ApiClient(settings)
-            self._pool = self._client.rest_client.pool_manager
-            try:
-                _read_certificates(self._pool.connection_pool_kw)
-            except (OSError, ValueError) as error:
-                raise Refusal(f"The certificates of the kubeconfig cannot be used: {error}.") from error
+        self._context = context
+        self._login_lock = threading.Lock()
+        self._login, own, is_inside = _log_in(context)
         self.namespace = namespace or own
         self.pod_name = socket.gethostname() if is_inside and self.namespace == own else None
-        self._settings = settings
 
     def path(self, kind: str, name: str = "") -> str:
         """Return the path of an object, or of all of a kind: "pods", "secrets", "events", "jobs"."""
@@ -97,7 +90,7 @@ class Api:
             try:
                 answer: dict[str, Any] = json.loads(response.data)
             except (ValueError, urllib3.exceptions.HTTPError) as error:
-                raise Refusal(f"{self._settings.host} gives no proper answer: {error}.") from error
+                raise Refusal(f"{self._login.host} gives no proper answer: {error}.") from error
             return answer
 
     def read(self, path: str, **query: str | int) -> bytes:
@@ -110,7 +103,7 @@ class Api:
             try:
                 return bytes(response.data)
             except urllib3.exceptions.HTTPError as error:
-                raise Refusal(f"{self._settings.host} has broken off: {error}.") from error
+                raise Refusal(f"{self._login.host} has broken off: {error}.") from error
 
     def follow(self, path: str, **query: str | int) -> Iterator[bytes]:
         """Return a text as it comes, piece by piece, until the server ends it.
@@ -122,7 +115,7 @@ class Api:
             try:
                 yield from response.stream()
             except (urllib3.exceptions.HTTPError, OSError) as error:
-                raise Refusal(f"{self._settings.host} has broken off: {error}.") from error
+                raise Refusal(f"{self._login.host} has broken off: {error}.") from error
 
     def missing_rights(self) -> list[str]:
         """Return which of the rights that a head needs this one has not, e.g. "delete secrets"."""
@@ -149,11 +142,65 @@ class Api:
         query: Mapping[str, str | int],
         read_s: float | None,
     ) -> urllib3.BaseHTTPResponse:
-        host = self._settings.host.rstrip("/")
+        login = self._login
+        response = login.send(method, path, body, query, read_s)
+        if response.status == 401:
+            response.drain_conn()
+            response = self._log_in_again(login).send(method, path, body, query, read_s)
+        if response.status < 300:
+            return response
+        try:
+            text = response.data.decode(errors="replace")
+        except urllib3.exceptions.HTTPError:
+            text = ""
+        raise Refusal(self._explain(response.status, text), response.status)
+
+    def _log_in_again(self, refused: _Login) -> _Login:
+        """Return credentials that are no longer those that were refused, if the user has renewed them since."""
+        with self._login_lock:
+            if self._login is refused:
+                self._login = _log_in(self._context)[0]
+            return self._login
+
+    def _explain(self, status: int, text: str) -> str:
+        """Return what a refusal means, and what to do."""
+        try:
+            message = str(json.loads(text)["message"])
+        except (ValueError, LookupError, TypeError):
+            message = text.strip()[:400]
+        if status == 401:
+            return (
+                f"The cluster at {self._login.host} does not accept your credentials (401 Unauthorized): they have "
+                "expired, or are another cluster's. Log in again; `kubectl get pods` must work."
+            )
+        if status == 403 and (right := _FORBIDDEN_TO.search(message)):
+            return f"You may not {right[1]} {right[2]} in namespace {self.namespace}: {message}. {RIGHTS_ADVICE}"
+        return message or f"HTTP status {status}"
+
+
+class _Login:
+    """A cluster's address, and who we are there."""
+
+    def __init__(self, settings: client.Configuration) -> None:
+        self.host = settings.host.rstrip("/")
+        self._settings = settings
+        self._client = client.ApiClient(settings)
+        self._pool = self._client.rest_client.pool_manager
+        _read_certificates(self._pool.connection_pool_kw)
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        query: Mapping[str, str | int],
+        read_s: float | None,
+    ) -> urllib3.BaseHTTPResponse:
+        """Send a request, and return the answer as it begins."""
         try:
             response: urllib3.BaseHTTPResponse = self._pool.request(
                 method,
-                f"{host}{path}?{urlencode(query)}",
+                f"{self.host}{path}?{urlencode(query)}",
                 body=None if body is None else json.dumps(body),
                 headers=self._headers(method),
                 preload_content=False,
@@ -162,16 +209,10 @@ class Api:
             )
         except (urllib3.exceptions.HTTPError, OSError, config.ConfigException) as error:
             raise Refusal(
-                f"The cluster at {host} cannot be reached: {_cause(error)}. See that `kubectl get pods` works; "
+                f"The cluster at {self.host} cannot be reached: {_cause(error)}. See that `kubectl get pods` works; "
                 "KubernetesLauncher(context=...) chooses another cluster."
             ) from error
-        if response.status < 300:
-            return response
-        try:
-            text = response.data.decode(errors="replace")
-        except urllib3.exceptions.HTTPError:
-            text = ""
-        raise Refusal(self._explain(response.status, text), response.status)
+        return response
 
     def _headers(self, method: str) -> dict[str, str]:
         """Return what says who asks; credentials that have expired are renewed."""
@@ -185,20 +226,17 @@ class Api:
                 headers[setting["key"]] = setting["value"]
         return headers
 
-    def _explain(self, status: int, text: str) -> str:
-        """Return what a refusal means, and what to do."""
+
+def _log_in(context: str | None) -> tuple[_Login, str, bool]:
+    """Find the cluster and the credentials; returns our namespace, too, and whether this is a Pod there."""
+    settings = client.Configuration()
+    # What a kubeconfig holds of keys and certificates is written to files: those may be found by others, or stay.
+    with tempfile.TemporaryDirectory(prefix="clusterenv-") as directory:
+        own, is_inside = _load(settings, context, directory)
         try:
-            message = str(json.loads(text)["message"])
-        except (ValueError, LookupError, TypeError):
-            message = text.strip()[:400]
-        if status == 401:
-            return (
-                f"The cluster at {self._settings.host} does not accept your credentials (401 Unauthorized): they have "
-                "expired, or are another cluster's. Log in again; `kubectl get pods` must work."
-            )
-        if status == 403 and (right := _FORBIDDEN_TO.search(message)):
-            return f"You may not {right[1]} {right[2]} in namespace {self.namespace}: {message}. {RIGHTS_ADVICE}"
-        return message or f"HTTP status {status}"
+            return _Login(settings), own, is_inside
+        except (OSError, ValueError) as error:
+            raise Refusal(f"The certificates of the kubeconfig cannot be used: {error}.") from error
 
 
 def _load(settings: client.Configuration, context: str | None, directory: str) -> tuple[str, bool]:

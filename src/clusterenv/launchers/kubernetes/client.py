@@ -4,29 +4,27 @@ It creates the Pods of a run, watches them, tells the head what becomes of them,
 head writes requests to its standard input and reads replies from its standard output (`messages`), so that
 it never waits for the network; and when the head is gone, however it ended, the input ends and everything is removed.
 
-One thread decides. Others wait for the API server, and give it what to do next through a queue.
+One thread decides. Others wait for the API server, and give it what to do next (`background`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import queue
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from clusterenv.launchers.kubernetes.anchor import Anchor
 from clusterenv.launchers.kubernetes.api import RIGHTS_ADVICE, Api, Refusal
-from clusterenv.launchers.kubernetes.manifest import CONTAINER, RUN_LABEL, WORKER_LABEL, merge
+from clusterenv.launchers.kubernetes.background import Background
+from clusterenv.launchers.kubernetes.manifest import CONTAINER, WORKER_LABEL, merge
 from clusterenv.launchers.kubernetes.messages import (
     AskTail,
     Plan,
@@ -38,15 +36,16 @@ from clusterenv.launchers.kubernetes.messages import (
     Stop,
     Stopped,
     Tail,
+    Warned,
     decode_plan,
     decode_request,
     encode,
 )
-from clusterenv.launchers.kubernetes.pod import PodState, find_disruption, read_events, read_last_event, read_pod
+from clusterenv.launchers.kubernetes.pod import PodState, read_last_event, read_pod
+from clusterenv.launchers.kubernetes.pod_logs import copy_log, fetch_events, fetch_tail
+from clusterenv.launchers.kubernetes.watch import watch_pods
 
-_AT_ONCE = 16  # Requests under way.
 _TICK_S = 0.25
-_WATCH_S = 60
 _RETRY_S = 2.0
 _START_S = 20.0  # How long to go on trying to create a Pod that the cluster does not take, at the start
 _GIVE_UP_S = 60.0  # and later.
@@ -56,10 +55,10 @@ _HASTY_S = 1  # The grace of a worker that hangs, and is replaced.
 _GRACE_S = 2  # That of one that is to leave; a kubelet gives no less.
 _GONE_S = 6.0  # How long to wait until Pods that were deleted are gone.
 _FORCED_S = 3.0  # And after that, for those of nodes that do not answer.
+_INSIST_S = 12.0  # How long to go on trying to remove the anchor while the head waits for that.
 _LATE_S = 5.0  # How long after its grace a Pod that was deleted counts as gone: its node does not answer.
-_RENEWALS = 4  # How often the anchor's deadline is moved on before it can pass.
-_TAIL_LINES = 40
-_TAIL_BYTES = 1 << 14
+_RENEWALS = 4  # How often the anchor's deadline is moved on before it can pass,
+_ATTEMPTS = 40  # and how often that is tried if it does not succeed.
 
 
 @dataclass
@@ -69,7 +68,7 @@ class _Seat:
     Attributes:
         incarnation: How often it was started again.
         pod: As last seen.
-        is_created: Whether the cluster has taken the Pod.
+        created_at: When it was known that the cluster has the Pod; None until then.
         state: What the head was last told.
         create_at: When to try (again) to create it.
         give_up_at: When to stop trying.
@@ -83,7 +82,7 @@ class _Seat:
     index: int
     incarnation: int = 0
     pod: dict[str, Any] | None = None
-    is_created: bool = False
+    created_at: float | None = None
     state: PodState = field(default=PodState("waiting", "its Pod is being created"))
     create_at: float | None = None
     give_up_at: float = 0.0
@@ -97,43 +96,49 @@ class _Seat:
 class _Client:
     """One run's objects in a cluster, from the first to the last."""
 
-    def __init__(self, plan: Plan, api: Api) -> None:
+    def __init__(self, plan: Plan, api: Api, requests: BinaryIO) -> None:
         self._plan = plan
         self._api = api
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._pool = ThreadPoolExecutor(_AT_ONCE)
-        self._num_under_way = 0
+        self._requests = requests
+        self._background = Background()
         self._seats = [_Seat(index) for index in range(len(plan.pods))]
         self._names: dict[str, _Seat | None] = {}  # Of all Pods that are, or may be, there; the anchor's has no seat.
         self._followers: dict[str, threading.Thread] = {}
-        self._anchor = _Anchor(api, plan)
+        self._anchor = Anchor(api, plan)
         self._renew_at = float("inf")
+        self._renewed_at = time.monotonic()
+        self._warned_at = float("-inf")
         self._has_started = plan.takeover is not None
         self._parent = os.getppid()
         self._stop_at: float | None = None
+        self._insist_s = _INSIST_S
         self._steps = self._remove()
         self._is_done = False
         if plan.takeover is not None:  # Before anybody is to be replaced: the head may ask for that at once.
             for seat in self._seats:
-                seat.incarnation, seat.is_created = plan.takeover.incarnations[seat.index], True
+                seat.incarnation, seat.created_at = plan.takeover.incarnations[seat.index], time.monotonic()
                 self._names[self._name_of(seat)] = seat
 
     def run(self) -> None:
         """Do all there is to do."""
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: self._inbox.put(partial(self._stop, 0.0)))
-        threading.Thread(target=self._heard, args=(self._listen,), daemon=True).start()
-        self._do(self._prepare, self._begin)
+            signal.signal(number, lambda *_: self._background.put(partial(self._stop, 0.0)))
+        self._background.start(self._listen)
+        self._background.change(self._prepare, self._begin)
         while not self._is_done:
-            with contextlib.suppress(queue.Empty):
-                self._inbox.get(timeout=_TICK_S)()
+            self._background.take(_TICK_S)
             self._tick(time.monotonic())
 
     def _listen(self) -> None:
         """Read what the head wants, until it is gone."""
-        for line in sys.stdin.buffer:
-            self._inbox.put(partial(self._take, line))
-        self._inbox.put(partial(self._stop, 0.0))
+        for line in self._requests:
+            self._background.put(partial(self._take, line))
+        self._background.put(self._note_head_gone)
+
+    def _note_head_gone(self) -> None:
+        """Remove everything, and take the time that Kubernetes would take to do so by itself."""
+        self._insist_s = self._plan.lease_s
+        self._stop(0.0)
 
     def _take(self, line: bytes) -> None:
         request = decode_request(line)
@@ -143,37 +148,7 @@ class _Client:
             self._restart(self._seats[request.worker_index])
         elif isinstance(request, AskTail):
             seat = self._seats[request.worker_index]
-            self._ask(partial(self._fetch, seat.pod), partial(self._tell_tail, seat.index))
-
-    def _ask(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Make a call in the background, and then go on with what it returned: it may be a refusal."""
-
-        def work() -> None:
-            result: Any
-            try:
-                result = call()
-            except Refusal as refusal:
-                result = refusal
-            self._inbox.put(partial(then, result))
-
-        self._pool.submit(self._heard, work)
-
-    def _heard(self, work: Callable[[], None]) -> None:
-        """Do the work of another thread. Should it fail, so does this process, and another takes over."""
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - the thread that decides raises it
-            self._inbox.put(partial(_raise, error))
-
-    def _do(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Do the same with a call that changes something: all of these are waited for in the end."""
-
-        def finish(result: Any) -> None:
-            self._num_under_way -= 1
-            then(result)
-
-        self._num_under_way += 1
-        self._ask(call, finish)
+            self._background.ask(partial(fetch_tail, self._api, seat.pod), partial(self._tell_tail, seat.index))
 
     def _prepare(self) -> None:
         """Create what the Pods need; for a successor that is there already."""
@@ -196,8 +171,9 @@ class _Client:
         if refusal is not None:
             self._refuse(str(refusal))
             return
-        self._renew_at = time.monotonic() + self._plan.lease_s / _RENEWALS
-        threading.Thread(target=self._heard, args=(self._watch,), daemon=True).start()
+        self._renewed_at = time.monotonic()
+        self._renew_at = self._renewed_at + self._plan.lease_s / _RENEWALS
+        self._background.start(partial(watch_pods, self._api, self._plan.run, self._note_list, self._note_event))
         for seat in self._seats:
             if self._plan.takeover is None:
                 seat.give_up_at = time.monotonic() + _START_S
@@ -205,7 +181,7 @@ class _Client:
         self._check_started()
 
     def _check_started(self) -> None:
-        if not self._has_started and all(seat.is_created for seat in self._seats) and self._stop_at is None:
+        if not self._has_started and all(seat.created_at is not None for seat in self._seats) and self._stop_at is None:
             self._has_started = True
             _say(Started(self._anchor.uid))
 
@@ -223,7 +199,9 @@ class _Client:
         manifest = _elsewhere(self._plan.pods[seat.index], seat.avoided_node)
         seat.create_at = None
         self._names[name] = seat
-        self._do(partial(self._create_pod, manifest, name), partial(self._note_created, seat, seat.incarnation, name))
+        self._background.change(
+            partial(self._create_pod, manifest, name), partial(self._note_created, seat, seat.incarnation, name)
+        )
 
     def _create_pod(self, manifest: dict[str, Any], name: str) -> None:
         if self._has_started:
@@ -240,7 +218,7 @@ class _Client:
             if seat.incarnation != incarnation:
                 self._delete(name, _HASTY_S)
             else:
-                seat.is_created = True
+                seat.created_at = time.monotonic()
                 self._check_started()
             return
         self._names.pop(name, None)
@@ -258,7 +236,7 @@ class _Client:
     def _restart(self, seat: _Seat) -> None:
         if self._stop_at is not None:
             return
-        if seat.is_created:
+        if seat.created_at is not None:
             self._delete(self._name_of(seat), _HASTY_S)
         new = _Seat(seat.index, seat.incarnation + 1, give_up_at=time.monotonic() + _GIVE_UP_S)
         if seat.pod is not None and seat.state.kind == "running":  # It hangs, or its node is dead or cut off.
@@ -268,7 +246,7 @@ class _Client:
         self._create(new)
 
     def _delete(self, name: str, grace_s: int) -> None:
-        self._do(partial(self._delete_pod, name, grace_s), partial(self._note_deleted, name))
+        self._background.change(partial(self._delete_pod, name, grace_s), partial(self._note_deleted, name))
 
     def _delete_pod(self, name: str, grace_s: int) -> None:
         self._api.request("DELETE", self._api.path("pods", name), {"gracePeriodSeconds": grace_s})
@@ -277,34 +255,14 @@ class _Client:
         if refusal is not None and refusal.status == 404:
             self._names.pop(name, None)
 
-    def _watch(self) -> None:
-        """Follow the run's Pods for ever."""
-        path, selector = self._api.path("pods"), f"{RUN_LABEL}={self._plan.run}"
-        version = ""
-        while True:
-            try:
-                if not version:
-                    listed = self._api.request("GET", path, labelSelector=selector)
-                    version = listed["metadata"]["resourceVersion"]
-                    self._inbox.put(partial(self._note_all, listed["items"]))
-                query = {"labelSelector": selector, "resourceVersion": version, "allowWatchBookmarks": "true"}
-                rest = b""
-                for piece in self._api.follow(path, watch="true", timeoutSeconds=_WATCH_S, **query):
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in filter(None, lines):
-                        event = json.loads(line)
-                        if event["type"] == "ERROR":  # What came since is forgotten there.
-                            version = ""
-                            break
-                        version = event["object"]["metadata"]["resourceVersion"]
-                        if event["type"] != "BOOKMARK":
-                            self._inbox.put(partial(self._note_pod, event["object"], event["type"] == "DELETED"))
-            except (Refusal, ValueError, LookupError):
-                version = ""
-                time.sleep(_RETRY_S / 2)
+    def _note_list(self, pods: list[dict[str, Any]], asked_at: float) -> None:
+        self._background.put(partial(self._note_all, pods, asked_at))
 
-    def _note_all(self, pods: list[dict[str, Any]]) -> None:
-        """Take a list of all Pods: those that were seen before and are not there, are gone."""
+    def _note_event(self, pod: dict[str, Any], is_gone: bool) -> None:
+        self._background.put(partial(self._note_pod, pod, is_gone))
+
+    def _note_all(self, pods: list[dict[str, Any]], asked_at: float) -> None:
+        """Take a list of all Pods: those that were there when it was asked for, and are not in it, are gone."""
         present = {pod["metadata"]["name"] for pod in pods}
         for name, seat in list(self._names.items()):
             if name in present:
@@ -313,7 +271,7 @@ class _Client:
                 self._names.pop(name)
             elif seat.pod is not None and seat.pod["metadata"]["name"] == name:
                 self._note_pod(seat.pod, is_gone=True)
-            elif seat.pod is None and self._is_inherited(seat):  # Others may have been created since the list was made.
+            elif seat.pod is None and seat.created_at is not None and seat.created_at < asked_at:
                 self._names.pop(name)
                 self._tell(seat, PodState("ended", f"Pod {name} is gone"))
         for pod in pods:
@@ -334,7 +292,7 @@ class _Client:
             if not is_gone:
                 self._names.setdefault(name, seat)
             return
-        seat.pod, seat.is_created = pod, True
+        seat.pod, seat.created_at = pod, seat.created_at or time.monotonic()
         if seat.is_ending or seat.state.kind == "ended":
             return
         state = read_pod(pod, self._plan.memory)
@@ -360,7 +318,7 @@ class _Client:
     def _end(self, seat: _Seat, state: PodState) -> None:
         """Tell that a worker has ended, once it is known what it said and what Kubernetes says."""
         seat.is_ending = True
-        self._ask(partial(self._fetch, seat.pod), partial(self._tell_end, seat, state))
+        self._background.ask(partial(fetch_tail, self._api, seat.pod), partial(self._tell_end, seat, state))
 
     def _tell_end(self, seat: _Seat, state: PodState, fetched: tuple[str, str] | Refusal) -> None:
         tail, disruption = ("", "") if isinstance(fetched, Refusal) else fetched
@@ -386,32 +344,6 @@ class _Client:
     def _tell_tail(self, worker_index: int, fetched: tuple[str, str] | Refusal) -> None:
         _say(Tail(worker_index, str(fetched) if isinstance(fetched, Refusal) else fetched[0]))
 
-    def _fetch(self, pod: dict[str, Any] | None) -> tuple[str, str]:
-        """Return the end of a Pod's log with its events, and why Kubernetes ended it if an event tells."""
-        if pod is None:
-            return "", ""
-        name, notes = pod["metadata"]["name"], []
-        events: list[dict[str, Any]] = []
-        try:
-            events = self._events(pod)
-            if events:
-                notes.append(f"The events of Pod {name}:\n{read_events(events)}")
-        except Refusal as refusal:
-            notes.append(f"(The events of Pod {name} cannot be read: {refusal})")
-        log = ""
-        try:
-            data = self._api.read(f"{self._api.path('pods', name)}/log", container=CONTAINER, tailLines=_TAIL_LINES)
-            log = data[-_TAIL_BYTES:].decode(errors="replace").strip()
-        except Refusal as refusal:
-            if refusal.status not in (400, 404):  # It has not begun, or is gone.
-                why = "its node does not answer" if refusal.status in (0, 500, 502, 503, 504) else str(refusal)
-                notes.append(f"(The log of Pod {name} cannot be read: {why})")
-        return "\n".join(filter(None, (log, *notes))), find_disruption(events)
-
-    def _events(self, pod: dict[str, Any]) -> list[dict[str, Any]]:
-        selector = f"involvedObject.kind=Pod,involvedObject.name={pod['metadata']['name']}"
-        return list(self._api.request("GET", self._api.path("events"), fieldSelector=selector)["items"])
-
     def _follow(self, pod: dict[str, Any]) -> None:
         """Keep what a worker prints, if it is to be kept."""
         name, worker_index = pod["metadata"]["name"], int(pod["metadata"]["labels"][WORKER_LABEL])
@@ -420,42 +352,36 @@ class _Client:
         if self._plan.log_dir is None or name in self._followers:
             return
         file = Path(self._plan.log_dir) / f"worker-{worker_index}.log"
-        self._followers[name] = threading.Thread(target=self._copy_log, args=(name, file), daemon=True)
+        self._followers[name] = threading.Thread(target=copy_log, args=(self._api, name, file), daemon=True)
         self._followers[name].start()
-
-    def _copy_log(self, name: str, file: Path) -> None:
-        num_written = 0
-        path = f"{self._api.path('pods', name)}/log"
-        while True:
-            try:
-                num_read = 0
-                with file.open("ab", buffering=0) as log:
-                    for piece in self._api.follow(path, container=CONTAINER, follow="true"):
-                        new = piece[max(0, num_written - num_read) :]  # After a broken connection it begins again.
-                        num_read += len(piece)
-                        num_written += log.write(new) or 0
-                return
-            except Refusal as refusal:
-                if refusal.status in (400, 403, 404):
-                    return
-            except OSError:  # The disk is full.
-                return
-            time.sleep(_RETRY_S)
 
     def _tick(self, now: float) -> None:
         if self._stop_at is None and os.getppid() != self._parent:
-            self._stop(0.0)
+            self._note_head_gone()
         if self._stop_at is not None:
             next(self._steps, None)
             return
         if now >= self._renew_at:
             self._renew_at = now + self._plan.lease_s / _RENEWALS
-            self._do(self._anchor.renew, lambda _: None)  # What is wrong will show when a Pod is created.
+            self._background.change(self._anchor.renew, self._note_renewed)
         for seat in self._seats:
             if seat.create_at is not None and now >= seat.create_at:
                 self._create(seat)
             elif seat.pod is not None and not seat.is_ending and seat.state.kind != "ended":
                 self._look_at(seat, seat.pod, now)
+
+    def _note_renewed(self, refusal: Refusal | None) -> None:
+        now = time.monotonic()
+        if refusal is None:
+            self._renewed_at = now
+            return
+        self._renew_at = min(self._renew_at, now + self._plan.lease_s / _ATTEMPTS)
+        if self._warned_at < self._renewed_at:
+            self._warned_at = now
+            left_s = self._renewed_at + self._plan.lease_s - now
+            _say(
+                Warned(f"Unless this mends itself, Kubernetes ends all workers in {max(0.0, left_s):.0f} s: {refusal}")
+            )
 
     def _look_at(self, seat: _Seat, pod: dict[str, Any], now: float) -> None:
         """See whether a Pod has been in the same state for too long."""
@@ -468,7 +394,7 @@ class _Client:
                 self._end(seat, PodState("ended", text))
         elif seat.state.kind == "waiting" and pod["spec"].get("nodeName") and now >= seat.look_at > 0.0:
             seat.look_at = now + _LOOK_S
-            self._ask(partial(self._events, pod), partial(self._note_events, seat))
+            self._background.ask(partial(fetch_events, self._api, pod), partial(self._note_events, seat))
 
     def _note_events(self, seat: _Seat, events: list[dict[str, Any]] | Refusal) -> None:
         """Say what a Pod that has a node and does not run waits for: its image, or a volume."""
@@ -491,13 +417,19 @@ class _Client:
             yield
         yield from self._await_answers()  # What is being created just now can be deleted then.
         failures: list[str] = []
+        began_at = time.monotonic()
+        while True:
+            self._background.change(self._anchor.delete, partial(_collect, failures))
+            yield from self._await_answers()
+            if not failures or time.monotonic() - began_at > self._insist_s:
+                break
+            failures.clear()
+            yield from self._pause(_RETRY_S)
         # From here on, should this process be killed, the rest is done by Kubernetes.
-        self._do(self._anchor.delete, partial(_collect, failures))
-        yield from self._await_answers()
         for name in self._names:
             self._delete(name, _GRACE_S)
         secret = self._api.path("secrets", self._plan.secret["metadata"]["name"])
-        self._do(partial(self._api.request, "DELETE", secret), partial(_collect, failures))
+        self._background.change(partial(self._api.request, "DELETE", secret), partial(_collect, failures))
         yield from self._await_gone(_GRACE_S + _GONE_S)
         for name in self._names:  # Of nodes that do not answer; when they do, they find that they have no such Pod.
             self._delete(name, 0)
@@ -510,95 +442,18 @@ class _Client:
 
     def _await_gone(self, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
-        while (self._names or self._num_under_way) and time.monotonic() < deadline:
+        while (self._names or self._background.num_changes) and time.monotonic() < deadline:
+            yield
+
+    def _pause(self, duration_s: float) -> Any:
+        ends_at = time.monotonic() + duration_s
+        while time.monotonic() < ends_at:
             yield
 
     def _await_answers(self) -> Any:
         deadline = time.monotonic() + _GONE_S
-        while self._num_under_way and time.monotonic() < deadline:
+        while self._background.num_changes and time.monotonic() < deadline:
             yield
-
-
-class _Anchor:
-    """The Job that owns all else, and goes when nobody moves its deadline on."""
-
-    def __init__(self, api: Api, plan: Plan) -> None:
-        self.uid = "" if plan.takeover is None else plan.takeover.anchor_uid
-        self._api = api
-        self._plan = plan
-        self._name = plan.anchor["metadata"]["name"]
-        self._created_at = time.monotonic() - (0.0 if plan.takeover is None else plan.takeover.elapsed_s)
-        self._renewed_at = 0.0
-        self._has_secret = plan.takeover is not None
-        self._lock = threading.Lock()
-
-    @property
-    def references(self) -> list[dict[str, Any]]:
-        """What an object says that belongs to it."""
-        return [{"apiVersion": "batch/v1", "kind": "Job", "name": self._name, "uid": self.uid, "controller": False}]
-
-    def create(self) -> None:
-        """Create it, and the Secret."""
-        metadata = self._plan.anchor["metadata"] | {"ownerReferences": self._own_pod()}
-        self._created_at = self._renewed_at = time.monotonic()
-        created = self._api.request("POST", self._api.path("jobs"), self._plan.anchor | {"metadata": metadata})
-        self.uid = created["metadata"]["uid"]
-        self._create_secret()
-
-    def renew(self) -> None:
-        """Move its deadline on. If it is gone, with all it owned, create it again."""
-        with self._lock:
-            now = time.monotonic()
-            if now - self._renewed_at < 1.0:
-                return
-            lasts_s = int(now - self._created_at) + self._plan.lease_s
-            path = self._api.path("jobs", self._name)
-            try:
-                answer = self._api.request("PATCH", path, {"spec": {"activeDeadlineSeconds": lasts_s}})
-                status = answer.get("status") or {}
-                is_gone = "deletionTimestamp" in answer["metadata"] or any(
-                    each["type"] in ("Failed", "Complete") and each["status"] == "True"
-                    for each in status.get("conditions") or ()
-                )
-            except Refusal as refusal:
-                if refusal.status != 404:
-                    raise
-                is_gone = True
-            self._renewed_at = now
-            if is_gone:
-                self._renewed_at = 0.0
-                with contextlib.suppress(Refusal):  # It is being removed with the Job that owned it.
-                    self._api.request("DELETE", self._api.path("secrets", self._plan.secret["metadata"]["name"]))
-                self.create()
-                return
-            self.uid = answer["metadata"]["uid"]  # A predecessor may have had to create it again.
-            if not self._has_secret:
-                self._create_secret()
-
-    def delete(self) -> None:
-        """Remove it."""
-        try:
-            self._api.request("DELETE", self._api.path("jobs", self._name), {"propagationPolicy": "Background"})
-        except Refusal as refusal:
-            if refusal.status != 404:
-                raise
-
-    def _create_secret(self) -> None:
-        self._has_secret = False
-        metadata = self._plan.secret["metadata"] | {"ownerReferences": self.references}
-        self._api.request("POST", self._api.path("secrets"), self._plan.secret | {"metadata": metadata})
-        self._has_secret = True
-
-    def _own_pod(self) -> list[dict[str, Any]]:
-        """Say that it belongs to the Pod this process runs in, if it does run in one of the same namespace."""
-        if self._api.pod_name is None:
-            return []
-        selector = f"metadata.name={self._api.pod_name}"
-        pods = self._api.request("GET", self._api.path("pods"), fieldSelector=selector)["items"]
-        return [
-            {"apiVersion": "v1", "kind": "Pod", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"]}
-            for pod in pods
-        ]
 
 
 def _elsewhere(manifest: dict[str, Any], node: str | None) -> dict[str, Any]:
@@ -610,10 +465,6 @@ def _elsewhere(manifest: dict[str, Any], node: str | None) -> dict[str, Any]:
     affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
     merged: dict[str, Any] = merge(manifest, {"spec": {"affinity": affinity}})
     return merged
-
-
-def _raise(error: BaseException) -> None:
-    raise error
 
 
 def _collect(failures: list[str], result: Any) -> None:
@@ -630,7 +481,10 @@ def _say(reply: Reply) -> None:
 def main() -> None:
     """Serve one head."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    plan = decode_plan(sys.stdin.buffer.readline())
+    requests = os.fdopen(os.dup(0), "rb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # A program that the kubeconfig names for credentials may read its input.
+    plan = decode_plan(requests.readline())
     try:
         api = Api(plan.context, plan.namespace)
     except Refusal as refusal:
@@ -639,7 +493,7 @@ def main() -> None:
         return
     status = 1
     try:
-        _Client(plan, api).run()
+        _Client(plan, api, requests).run()
         status = 0
     except BaseException:  # noqa: BLE001 - it is shown, and the head starts another client
         traceback.print_exc()

@@ -28,6 +28,7 @@ from clusterenv.launchers.kubernetes.messages import (
     Stopped,
     Tail,
     Takeover,
+    Warned,
     decode_reply,
     encode,
 )
@@ -168,6 +169,8 @@ class KubernetesFleet:
                 self._reports[reply.worker_index] = reply
         elif isinstance(reply, Tail):
             self._tails[reply.worker_index] = reply.text
+        elif isinstance(reply, Warned):
+            log.warning("%s", reply.text)
         elif isinstance(reply, Started):
             self._anchor_uid = reply.anchor_uid
         elif isinstance(reply, Refused):

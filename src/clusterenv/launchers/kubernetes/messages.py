@@ -103,6 +103,12 @@ class Tail(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
+class Warned(msgspec.Struct, frozen=True, tag=True):
+    """Something is wrong that has harmed nobody yet."""
+
+    text: str
+
+
 class Stopped(msgspec.Struct, frozen=True, tag=True):
     """Everything is removed, but for what could not be: empty if nothing is left."""
 
@@ -110,7 +116,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = Restart | AskTail | Stop
-Reply = Started | Refused | Report | Tail | Stopped
+Reply = Started | Refused | Report | Tail | Warned | Stopped
 
 
 def encode(message: Plan | Request | Reply) -> bytes:

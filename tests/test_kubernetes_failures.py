@@ -1,0 +1,170 @@
+"""What a KubernetesLauncher does when its cluster fails in ways that the test bed does not: see `kube_api`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterenv import KubernetesLauncher
+from clusterenv.launchers.base import Fleet
+from clusterenv.wire.ticket import Ticket
+from tests.kube_api import KubeApi
+
+pytestmark = pytest.mark.timeout(120)
+
+TICKET = Ticket(endpoint="tcp://127.0.0.1:9", head_key="h" * 40, public_key="p" * 40, secret_key="s" * 40)
+RUNNING = {"phase": "Running", "containerStatuses": [{"name": "worker", "state": {"running": {}}}]}
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "config"
+    monkeypatch.setenv("KUBECONFIG", str(file))
+    return file
+
+
+@pytest.fixture
+def api(config: Path, nothing_is_left_behind: None) -> Iterator[KubeApi]:
+    api = KubeApi()
+    api.write_config(config)
+    yield api
+    api.close()
+
+
+def launch(api: KubeApi, lease_s: int = 600) -> Fleet:
+    """Have the Pod of one worker created and watched."""
+    fleet = KubernetesLauncher(image="any", lease_s=lease_s).launch(TICKET, 1)
+    api.wait_until(lambda: "WATCH pods" in api.requests)
+    return fleet
+
+
+def wait_until(is_true: Callable[[], Any]) -> None:
+    """Wait for what a fleet can only be asked."""
+    ends_at = time.monotonic() + DEADLINE_S
+    while not is_true():
+        assert time.monotonic() < ends_at
+        time.sleep(0.02)
+
+
+def restart_until(fleet: Fleet, is_true: Callable[[], Any]) -> None:
+    """Do as a head does: replace a worker whenever it has ended."""
+
+    def is_true_now() -> Any:
+        if fleet.exits():
+            fleet.restart(0)
+        return is_true()
+
+    wait_until(lambda: bool(fleet.exits()))
+    wait_until(is_true_now)
+
+
+def worker_of(api: KubeApi) -> str:
+    """Return the name of the worker's Pod."""
+    (pod,) = api.objects("pods")
+    return str(pod["metadata"]["name"])
+
+
+@pytest.mark.parametrize("lost", ["POST jobs", "POST secrets", "DELETE secrets", "POST pods"])
+def test_a_worker_is_started_again_whichever_answer_gets_lost(api: KubeApi, lost: str) -> None:
+    fleet = launch(api)
+    try:
+        (job,) = api.objects("jobs")
+        api.delete("jobs", job["metadata"]["name"])
+        api.fail(lost, "lost")
+        restart_until(fleet, lambda: api.objects("pods"))
+        (again,) = api.objects("jobs")
+        for kind in ("pods", "secrets"):
+            (owned,) = api.objects(kind)
+            assert [owner["uid"] for owner in owned["metadata"]["ownerReferences"]] == [again["metadata"]["uid"]]
+        api.change("pods", worker_of(api), status=RUNNING)
+        wait_until(lambda: fleet.status() == "")
+        assert fleet.exits() == {}
+    finally:
+        fleet.stop(0.0)
+    assert [*api.objects("jobs"), *api.objects("secrets"), *api.objects("pods")] == []
+
+
+@pytest.mark.parametrize("condition", ["Failed", "FailureTarget"])
+def test_a_job_that_is_about_to_go_is_followed_by_another(api: KubeApi, condition: str) -> None:
+    fleet = launch(api, lease_s=10)
+    try:
+        (job,) = api.objects("jobs")
+        name = job["metadata"]["name"]
+        api.change("jobs", name, status={"conditions": [{"type": condition, "status": "True"}]})
+        api.wait_until(lambda: api.requests.count("POST jobs") > 1)  # Refused as long as the old one is there.
+        api.delete("jobs", name)
+        restart_until(fleet, lambda: api.objects("pods"))
+        (again,) = api.objects("jobs")
+        assert again["metadata"]["uid"] != job["metadata"]["uid"]
+        (pod,) = api.objects("pods")
+        assert pod["metadata"]["ownerReferences"][0]["uid"] == again["metadata"]["uid"]
+    finally:
+        fleet.stop(0.0)
+
+
+def test_what_happened_before_a_watch_expired_is_seen(api: KubeApi) -> None:
+    fleet = launch(api)
+    try:
+        api.change("pods", worker_of(api), status=RUNNING)
+        wait_until(lambda: fleet.status() == "")
+        name = worker_of(api)
+        api.delete("pods", name, unseen=True)
+        api.expire_watches()
+        wait_until(fleet.exits)
+        assert fleet.exits() == {0: f"Pod {name} was deleted"}
+    finally:
+        fleet.stop(0.0)
+
+
+def test_a_pod_that_was_gone_before_anybody_looked_is_told(api: KubeApi) -> None:
+    api.fail("GET pods", 500)  # It looks again after a while.
+    fleet = KubernetesLauncher(image="any").launch(TICKET, 1)
+    try:
+        name = worker_of(api)
+        api.delete("pods", name)
+        wait_until(fleet.exits)
+        assert fleet.exits()[0].startswith(f"Pod {name} ")
+    finally:
+        fleet.stop(0.0)
+
+
+def test_a_cluster_that_is_away_when_a_run_ends_is_waited_for(api: KubeApi) -> None:
+    fleet = launch(api)
+    api.fail("DELETE jobs", 503)
+    fleet.stop(0.0)
+    assert [*api.objects("jobs"), *api.objects("secrets"), *api.objects("pods")] == []
+
+
+def test_who_logs_in_again_goes_on(api: KubeApi, config: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fleet = launch(api, lease_s=10)
+    try:
+        api.tokens = {"new"}
+        wait_until(lambda: fleet.exits() == {} and "does not accept your credentials" in caplog.text)
+        assert "Kubernetes ends all workers in" in caplog.text
+        api.write_config(config, {"token": "new"})
+        fleet.restart(0)
+        api.wait_until(lambda: any("again1" in pod["metadata"]["name"] for pod in api.objects("pods")))
+    finally:
+        fleet.stop(0.0)
+    assert api.objects("pods") == []
+
+
+def test_a_program_for_credentials_may_read_its_input(api: KubeApi, config: Path) -> None:
+    answer = {
+        "apiVersion": "client.authentication.k8s.io/v1",
+        "kind": "ExecCredential",
+        "status": {"token": "good"},
+    }
+    command = f"cat > /dev/null; echo {shlex.quote(json.dumps(answer))}"
+    plugin = {"apiVersion": answer["apiVersion"], "command": "sh", "args": ["-c", command], "interactiveMode": "Never"}
+    api.write_config(config, {"exec": plugin})
+    fleet = launch(api)
+    fleet.stop(0.0)
+    assert "DELETE jobs" in api.requests
