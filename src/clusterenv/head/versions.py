@@ -169,9 +169,10 @@ class Versions:
     def divergence_of(self, held: Version) -> float:
         """Return how far a version is from the newest; NaN if that is not known.
 
-        It is compared once with each newer one, and again if there are twice as many rows to compare it on.
+        It is compared once with each newer one, and again if there are twice as many rows to compare it on. If weights
+        are rounded on their way, the newest itself is not quite what the learner has.
         """
-        if held.number == self.newest:
+        if held.number == self.newest and self._spec.is_exact:
             return 0.0
         if held.pool is None or not held.pool or self._policy is None:
             return held.divergence if held.compared == self.newest else float("nan")
@@ -310,7 +311,7 @@ class Versions:
         self.forget_policy()  # Should adopting fail halfway, no worker is trusted to hold any policy.
         stamp = policy.stamp()  # First: it finds out what there is.
         self._show(policy)
-        self._spec = WeightsSpec.of(policy.weights())
+        self._spec = WeightsSpec.of(policy.weights(), getattr(policy, "rounded", ()))
         generation = generation_of(policy)
         self._backend.adopt(policy, self._spec, self.newest + 1, arguments)
         self._policy, self._stamp, self._is_told, self._generation = policy, stamp, False, generation
