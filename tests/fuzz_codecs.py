@@ -20,18 +20,21 @@ from clusterenv.wire.infos import ShardInfos, check_infos, merge_infos
 from clusterenv.wire.messages import ArraySpec, Offer
 
 CALL = 7
+BOARD = messages.BoardAddress(4711, 5, b"t" * 16)
+COPY = messages.Copy(BOARD, 1 << 20, b"d" * 32)
 REQUESTS: list[messages.Request] = [
     messages.Assign(CALL, b"code"),
-    messages.Serve(CALL, b"spaces", Offer("/proc/1/fd/3", b"nonce"), Offer("/proc/1/fd/4", b"nonce")),
+    messages.Serve(CALL, b"spaces", Offer("/proc/1/fd/3", b"nonce"), Offer("/proc/1/fd/4", b"nonce"), BOARD),
     messages.Reset(CALL, 1, [1, None], [True, False], None),
     messages.Step(CALL, 0, None),
     messages.Invoke(CALL, "render", b"arguments"),
     messages.SetAttribute(CALL, "name", b"values"),
     messages.Stop(),
     messages.Refused("why"),
-    messages.Adopt(CALL, b"code", 1, None, None),
+    messages.Adopt(CALL, b"code", 1, None, None, COPY),
     messages.Collect(CALL, 16, 64, 3, b"values", Offer("/proc/1/fd/5", b"nonce"), is_own=True),
     messages.Decide(CALL, 1, None, b"values", 64),
+    messages.Load(7, COPY),
     messages.Ping(),
     messages.Resume(CALL, 1, [3, 4], b"seen", [False, True]),
     messages.Cancel(CALL),
@@ -39,8 +42,9 @@ REQUESTS: list[messages.Request] = [
 ]
 REPLIES: list[messages.Reply] = [
     messages.Register(messages.PROTOCOL, 0, "k" * 40),
-    messages.Join(messages.PROTOCOL, 0, 4711, "host", {"python": "3.11.2"}),
+    messages.Join(messages.PROTOCOL, 0, 4711, "host", {"python": "3.11.2"}, "boot 0 pid:[1] net:[2]", BOARD),
     messages.Ready(CALL, shares_memory=True),
+    messages.Missing(7, 6),
     messages.Stepped(CALL, values.dumps({"x": np.zeros(2)}), None),
     messages.Returned(CALL, values.dumps([1, "two"])),
     messages.Failed(CALL, 3, "builtins", "ValueError", "text", "traceback"),

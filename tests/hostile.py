@@ -178,6 +178,9 @@ REFUSED: dict[str, Play] = {
             for p in ((0, 1), (-1, 1), (0, 2**62), (2**62, 2**62), (0, 0), (5, -5))
         ]
     ),
+    "weights that it was not told to look for": _before_the_truth(
+        *[lambda r, a: [messages.encode(messages.Missing(1, 0))]] * 100
+    ),
     "the answer twice": _say_twice,
 }
 for _name, _play in REFUSED.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import BinaryIO
 
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
@@ -21,8 +22,10 @@ class OwnLauncher:
         return type(self).__name__
 
 
-def start_module(module: str, ticket: Ticket, worker_index: int, log: BinaryIO) -> subprocess.Popen[bytes]:
-    """Start a module of this project, with a worker's ticket."""
+def start_module(
+    module: str, ticket: Ticket, worker_index: int, log: BinaryIO, before: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a module of this project, with a worker's ticket; `before` is a command that runs it."""
     environment = os.environ | {TICKET_VARIABLE: ticket.encode(), WORKER_VARIABLE: str(worker_index)}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    return subprocess.Popen([sys.executable, "-m", module], env=environment, stdout=log, stderr=log)
+    return subprocess.Popen([*before, sys.executable, "-m", module], env=environment, stdout=log, stderr=log)

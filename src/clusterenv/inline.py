@@ -165,17 +165,22 @@ class Inline:
     def note_reset(self) -> None:
         """Do nothing: there is nobody to take over."""
 
-    def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> None:
+    def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> int:
         # Made as a worker's is: what would not reach a worker must not reach this one.
         weights = spec.decode(spec.encode(policy.weights()))
         self._shard.adopt(unpickle(cloudpickle.dumps(policy)), version, weights, arguments)
         self._rollout = None
+        return 1
 
     def forget_policy(self) -> None:
         """Do nothing: the next policy replaces this one."""
 
-    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]]) -> None:
+    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]], version: int, pulls: set[Worker]) -> int:
         self._weights = spec.decode(spec.encode(weights))
+        return len(pulls)
+
+    def count_copies(self, _size_bytes: int) -> int:
+        return 1
 
     def collect(
         self,

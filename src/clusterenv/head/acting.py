@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -15,6 +15,7 @@ from clusterenv.errors import PolicyError, WireError
 from clusterenv.head.calls import Destination
 from clusterenv.head.failure import naming
 from clusterenv.head.infos import checked_dict, checked_seconds, expect
+from clusterenv.head.machines import Shares
 from clusterenv.head.outcome import Collection
 from clusterenv.head.pending import PendingCall
 from clusterenv.head.worker import Worker
@@ -23,23 +24,30 @@ from clusterenv.policy.policy import Policy
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.wire import messages, values
 from clusterenv.wire.arrays import allocate, shared_allocator, size_of
+from clusterenv.wire.board import digest_of
 from clusterenv.wire.buffers import RolloutBuffers, RolloutLayout, check_specs
-from clusterenv.wire.messages import ArraySpec, Reply
+from clusterenv.wire.messages import ArraySpec, Copy, Load, Missing, Reply
 from clusterenv.wire.shared import SharedMemory
 from clusterenv.wire.zeromq import Frames, cut
 
 
 @dataclass(eq=False, repr=False)
 class _Weights:
-    """Where a version's weights lie for all workers to read: shared memory, or a block to send."""
+    """Where a version's weights lie for all workers to read: shared memory, or a block to send, and who gets it."""
 
+    version: int
     memory: SharedMemory | None
     block: NDArray[Any]
+    shares: Shares
 
     @cached_property
     def frames(self) -> Frames:
         """The block for those who do not share memory, cut once for all of them."""
         return cut(self.block)
+
+
+def _as_given(_worker: Worker, _version: int, _held: int, frames: Frames | None) -> Frames | None:
+    return frames
 
 
 class Acting(Workers):
@@ -50,11 +58,17 @@ class Acting(Workers):
     """
 
     rollout_layout: RolloutLayout | None = None
+    on_missing: Callable[[Worker, int, int, Frames | None], Frames | None] = staticmethod(_as_given)
+    """Told who does not find a version, and which it holds; returns what to send, given what is at hand here."""
+
     _weights: _Weights | None = None
     _rollout: tuple[int, SharedMemory | None, RolloutBuffers] | None = None
 
-    def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> None:
+    def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> int:
         """Send every worker the policy's structure and weights, and learn what it returns besides actions.
+
+        Returns:
+            How often the weights were sent.
 
         Raises:
             PolicyError: The policy cannot be sent, or does not return the same on all workers.
@@ -69,15 +83,17 @@ class Acting(Workers):
         self._weights = self._rollout = None
         memory = self.memories.share(spec.size_bytes) if self.shares_memory else None
         target = None if memory is None else np.frombuffer(memory.memory, np.uint8, spec.size_bytes)
-        self._weights = weights = _Weights(memory, spec.encode(policy.weights(), target))
+        block = spec.encode(policy.weights(), target)
+        present = [worker for worker in self.workers if worker.is_ready]
+        self._weights = weights = _Weights(version, memory, block, self._share_out(present, block))
         offer = None if memory is None else memory.offer
         pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
         adoption = partial(messages.Adopt, code=code, weights=offer, arguments=pickled)
         pending = self._start(
             PendingCall(
                 self.calls,
-                lambda call, worker, buffer: adoption(call=call, version=version),
-                arrays=lambda worker: weights.frames,
+                lambda call, worker, _: adoption(call=call, version=version, copy=weights.shares.copy_for(worker)),
+                arrays=lambda worker: weights.frames if weights.shares.travels_to(worker) else (),
                 asks_newcomers=True,
             )
         )
@@ -99,20 +115,28 @@ class Acting(Workers):
                     f"{repr((extras, states))[:300]}, worker {worker.index} {repr(schema)[:300]}."
                 )
         self.rollout_layout = RolloutLayout(self.action_layout, self.observation_layout, extras, states)
+        return len(present) - weights.shares.num_spared
 
     def forget_policy(self) -> None:
         """Do not trust any worker to hold a policy."""
         self.preparation.adoption = None
 
-    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]]) -> None:
-        """Encode the newest weights once, for all workers that will be told to take them."""
+    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]], version: int, pulls: set[Worker]) -> int:
+        """Encode the newest weights once, for all workers that will be told to take them.
+
+        Returns:
+            To how many they are sent, those included that share memory with the head.
+        """
         assert self._weights is not None, "a policy was adopted"
-        if self._weights.memory is None:
-            # A new block: the socket may still be sending the old one.
-            self._weights = _Weights(None, spec.encode(weights))
-        else:
-            spec.encode(weights, self._weights.block)
-            self._weights = _Weights(self._weights.memory, self._weights.block)
+        memory, takers = self._weights.memory, list(pulls)
+        # A new block if there is no memory: the socket may still be sending the old one.
+        block = spec.encode(weights, None if memory is None else self._weights.block)
+        self._weights = _Weights(version, memory, block, self._share_out(takers, block))
+        return len(takers) - self._weights.shares.num_spared
+
+    def count_copies(self, size_bytes: int) -> int:
+        """Return how often weights of this size would be sent if all workers took them."""
+        return self.machines.count_copies(size_bytes)
 
     def collect(
         self,
@@ -151,6 +175,7 @@ class Acting(Workers):
                     pickled,
                     offer,
                     record=record,
+                    copy=self._copy_for(w, pulls),
                 ),
                 arrays=lambda worker: self._weights_for(worker, pulls),
                 destination=lambda w, _: self.rollout_destination(w, buffers.columns(w.start, w.stop)),
@@ -200,7 +225,30 @@ class Acting(Workers):
     def _weights_for(self, worker: Worker, pulls: set[Worker]) -> Sequence[Any]:
         """Return the weights as a worker gets them with a message, if it shares no memory."""
         assert self._weights is not None, "a policy was adopted"
-        return self._weights.frames if worker in pulls else ()
+        return self._weights.frames if worker in pulls and self._weights.shares.travels_to(worker) else ()
+
+    def _copy_for(self, worker: Worker, pulls: set[Worker]) -> Copy | None:
+        """Return who on a worker's machine gets the weights, if it is to take them."""
+        assert self._weights is not None, "a policy was adopted"
+        return self._weights.shares.copy_for(worker) if worker in pulls else None
+
+    def _share_out(self, takers: Sequence[Worker], block: NDArray[Any]) -> Shares:
+        return self.machines.share(takers, block.nbytes, lambda: digest_of([block]))
+
+    def _supply(self, worker: Worker, missing: Missing) -> None:
+        """Send a worker weights that it did not find where it was told; or let the rule decide anew what it gets."""
+        if missing.version < worker.policy.version:
+            return  # It was told of newer ones since.
+        self.machines.note_missing(worker)
+        own = self._weights
+        found = None
+        if own is not None and own.version == missing.version:
+            found = own.frames if own.memory is None else cut(own.block.copy())  # That one is overwritten by the next.
+        frames = self.on_missing(worker, missing.version, missing.held, found)
+        if frames is not None:
+            self.calls.tell(worker, Load(missing.version), frames)
+        elif self.stream is not None:
+            self.stream.on_ready(worker)
 
     def _last_step(self) -> RolloutBuffers:
         assert self.rollout_layout is not None, "a policy was adopted"

@@ -20,7 +20,19 @@ from clusterenv.head.worker import Owed, Worker
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
-from clusterenv.wire.messages import Collected, Evaluated, Failed, Join, Part, Progress, Register, Reply, Request, Stop
+from clusterenv.wire.messages import (
+    Collected,
+    Evaluated,
+    Failed,
+    Join,
+    Missing,
+    Part,
+    Progress,
+    Register,
+    Reply,
+    Request,
+    Stop,
+)
 from clusterenv.wire.rate_limited_log import RateLimitedLog
 from clusterenv.wire.shared import AllMailboxes
 from clusterenv.wire.zeromq import HeadSocket
@@ -60,7 +72,14 @@ class Answered(NamedTuple):
     reply: Reply
 
 
-Event: TypeAlias = Joined | Gone | Answered
+class Missed(NamedTuple):
+    """A worker did not find weights that another one on its machine was to keep for it."""
+
+    worker: Worker
+    missing: Missing
+
+
+Event: TypeAlias = Joined | Gone | Answered | Missed
 
 
 def no_arrays(_reply: Reply, _num_parts: int) -> Sequence[NDArray[Any]]:
@@ -256,6 +275,10 @@ class Calls:
                 events.append(Joined(joined))
         elif worker is None:
             raise WireError(f"{type(reply).__name__} from a peer that has not joined")
+        elif isinstance(reply, Missing):
+            if not worker.may_miss:
+                raise WireError("it misses weights that it was not told to look for")
+            events.append(Missed(worker, reply))
         else:
             self._match(worker, reply, [frame.buffer for frame in frames[1:]], events)
 
@@ -290,7 +313,7 @@ class Calls:
         return worker.index in self._fleet.exits()
 
     def _find_owed(self, worker: Worker, reply: Reply) -> Owed:
-        if isinstance(reply, Register | Join):
+        if isinstance(reply, Register | Join | Missing):
             raise WireError(f"{type(reply).__name__} is not an answer")
         for owed in worker.owed:
             if owed.call == reply.call:

@@ -168,6 +168,8 @@ class Joining:
         worker = self._workers[join.worker_index]
         worker.peer, worker.pid, worker.hostname = peer, join.pid, join.hostname
         worker.descriptor = found.descriptor
+        worker.machine, worker.board = join.machine, join.board
+        worker.has_neighbour, worker.may_miss, worker.num_missed = False, False, 0
         worker.incarnation += 1
         self.by_peer[peer] = worker
         log.info("%s joined", worker)

@@ -12,6 +12,7 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.head.calls import Calls, Destination, no_arrays
 from clusterenv.head.infos import StepReader, checked_dict, expect
+from clusterenv.head.machines import Machines
 from clusterenv.head.packages import Packages
 from clusterenv.head.pending import Make, step_destination
 from clusterenv.head.worker import Stage, Worker
@@ -58,6 +59,7 @@ class Preparation:
         calls: Calls,
         workers: Sequence[Worker],
         memories: SharedMemories,
+        machines: Machines,
         assignments: Callable[[int], bytes],
         autoreset_mode: AutoresetMode,
     ) -> None:
@@ -67,6 +69,7 @@ class Preparation:
             calls: Of the run; whoever shares memory gets a mailbox there.
             workers: Their records.
             memories: Where to make these.
+            machines: Which of them find that they share one.
             assignments: A worker's assignment, by the index of its first environment.
             autoreset_mode: How environments are reset.
         """
@@ -80,6 +83,7 @@ class Preparation:
         self._is_open = False
         self._calls = calls
         self._memories = memories
+        self._machines = machines
         self._assignments = assignments
         self._autoreset_mode = autoreset_mode
 
@@ -132,15 +136,20 @@ class Preparation:
         if worker.process is not None:
             worker.process.forget()
             worker.process = None
+        neighbour = self._machines.find_neighbour(worker)
+
+        def read(reply: Reply) -> messages.Ready:
+            ready: messages.Ready = expect(messages.Ready, reply)
+            self._machines.note_trial(worker, neighbour, has_succeeded=ready.has_neighbour)
+            return ready
+
         if memory is None:
-            return PreparationRequest(
-                lambda call: messages.Serve(call, self._spaces, None, None), partial(expect, messages.Ready)
-            )
+            return PreparationRequest(lambda call: messages.Serve(call, self._spaces, None, None, neighbour), read)
         mailbox = self._memories.share(MAILBOX_BYTES)
         own_side = HeadMailbox(mailbox.memory)  # Its semaphore must be there before the worker waits for it.
 
         def accept(reply: Reply) -> None:
-            if not expect(messages.Ready, reply).shares_memory:
+            if not read(reply).shares_memory:
                 self._memories.unshare(mailbox)
                 return
             try:
@@ -150,7 +159,9 @@ class Preparation:
             worker.mailbox_memory = mailbox
             self._calls.mailboxes.use(worker, own_side)
 
-        return PreparationRequest(lambda call: messages.Serve(call, self._spaces, memory.offer, mailbox.offer), accept)
+        return PreparationRequest(
+            lambda call: messages.Serve(call, self._spaces, memory.offer, mailbox.offer, neighbour), accept
+        )
 
     def _resumption(self, worker: Worker) -> PreparationRequest:
         """Let a worker's environments begin new episodes, in the place of those that the learner has seen."""

@@ -41,10 +41,10 @@ class Stats:
         self.env_steps_discarded = 0
         self.rehearsal: Rehearsal | None = None
 
-    def note_needed(self, num_pulls: int, weights_bytes: int) -> None:
-        """Count pulls that there would have been if workers pulled every version."""
+    def note_needed(self, num_pulls: int, num_bytes: int) -> None:
+        """Count pulls that there would have been if workers pulled every version, and what they would have sent."""
         self.pulls_if_every_update += num_pulls
-        self.bytes_if_every_update += num_pulls * weights_bytes
+        self.bytes_if_every_update += num_bytes
 
     def note_rollout(self, env_steps: int, collection: Collection, seconds: float) -> None:
         """Count a rollout."""

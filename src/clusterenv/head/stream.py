@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -24,6 +24,7 @@ from clusterenv.policy.policy import Policy
 from clusterenv.rollout import Rollout
 from clusterenv.wire import values as codec
 from clusterenv.wire.arrays import allocate, shared_allocator, size_of
+from clusterenv.wire.board import digest_of
 from clusterenv.wire.messages import Collect, Collected, Failed, Load, Part, Reply
 
 log = logging.getLogger(__name__)
@@ -105,9 +106,7 @@ class Stream:
         self._failure: ClusterEnvError | None = None
         self._has_warned = False
         remote.stream = self  # From here on the next call, whatever it is, ends the stream.
-        for worker in pulls:
-            if worker.is_ready:
-                self._send_weights(worker)
+        self._send_weights([worker for worker in pulls if worker.is_ready])
         self._supply()
 
     def __iter__(self) -> Self:
@@ -211,12 +210,11 @@ class Stream:
 
     def _renew(self) -> None:
         """Bring the newest weights to the workers that need them."""
-        for worker in self._versions.farther_behind(self._max_lag):
-            if worker.is_ready and _can_take(worker):
-                self._versions.insist(worker)
-                self._send_weights(worker)
-        for worker in self._versions.judge(_can_take):
-            self._send_weights(worker)
+        late = [worker for worker in self._versions.farther_behind(self._max_lag) if worker.is_ready]
+        late = [worker for worker in late if _can_take(worker)]
+        for worker in late:
+            self._versions.insist(worker)
+        self._versions.note_sent(self._send_weights([*late, *self._versions.judge(_can_take)]))
 
     def _ask(self, worker: Worker) -> None:
         """Ask a worker for one more rollout."""
@@ -244,11 +242,17 @@ class Stream:
         memory = self._remote.memories.share(size_of(lambda make: layout.make(self._num_steps, worker.num_envs, make)))
         return Slot(memory, layout.make(self._num_steps, worker.num_envs, shared_allocator(memory.memory)))
 
-    def _send_weights(self, worker: Worker) -> None:
-        """Send a worker the newest weights, which are encoded once for all."""
+    def _send_weights(self, workers: Sequence[Worker]) -> int:
+        """Send workers the newest weights, encoded once for all; returns to how many they were really sent."""
+        if not workers:
+            return 0
         version, frames = self._versions.encode_newest()
-        worker.stream.num_loads += 1
-        self._remote.calls.tell(worker, Load(version), frames)
+        shares = self._remote.machines.share(workers, sum(map(len, frames)), lambda: digest_of(frames))
+        for worker in workers:
+            worker.stream.num_loads += 1
+            arrays = frames if shares.travels_to(worker) else ()
+            self._remote.calls.tell(worker, Load(version, shares.copy_for(worker)), arrays)
+        return len(workers) - shares.num_spared
 
     def _accept(self, asked: AskedRollout, worker: Worker, reply: Reply) -> None:
         """Take a rollout, a part of one, or word that it could not be made."""

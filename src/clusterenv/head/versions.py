@@ -49,14 +49,17 @@ class PolicyBackend(Protocol):
     def newest(self) -> StepBuffers:
         """The newest observations."""
 
-    def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> None:
-        """Send the policy's structure and weights to every worker."""
+    def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> int:
+        """Send the policy's structure and weights to every worker; returns how often the weights were sent."""
 
     def forget_policy(self) -> None:
         """Do not trust any worker to hold a policy."""
 
-    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]]) -> None:
-        """Encode the newest weights once, for all workers that will take them."""
+    def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]], version: int, pulls: set[Worker]) -> int:
+        """Encode the newest weights once, for all workers that will take them; returns how often they are sent."""
+
+    def count_copies(self, size_bytes: int) -> int:
+        """Return how often weights of this size would be sent if all workers took them."""
 
 
 class Versions:
@@ -122,7 +125,7 @@ class Versions:
                     self.insist(worker)
                     pulls.add(worker)
         if pulls:
-            self._backend.load(self._spec, policy.weights())
+            self.note_sent(self._backend.load(self._spec, policy.weights(), self.newest, pulls))
         for worker in pulls:  # Nothing is under way: what they make next they make with these.
             worker.policy.given = deque([worker.policy.given[-1]])
         return pulls
@@ -190,9 +193,10 @@ class Versions:
     def divergence_of(self, held: Version) -> float:
         """Return how far a version is from the newest; NaN if that is not known.
 
-        It is compared once with each newer one, and again if there are twice as many rows to compare it on.
+        It is compared once with each newer one, and again if there are twice as many rows to compare it on. If weights
+        are rounded on their way, the newest itself is not quite what the learner has.
         """
-        if held.number == self.newest:
+        if held.number == self.newest and self._spec.is_exact:
             return 0.0
         if held.pool is None or not held.pool or self._policy is None:
             return held.divergence if held.compared == self.newest else float("nan")
@@ -296,6 +300,45 @@ class Versions:
         worker.policy.counted = self.newest
         self._count_needed(1)
         self._note_pull(Reason.FIRST)
+        self.note_sent(1)
+
+    def note_sent(self, num_copies: int) -> None:
+        """Count weights as they are on the wire: workers that share a machine may share what is sent."""
+        self._stats.bytes["weights"] += num_copies * self._spec.size_bytes
+
+    def note_missing(self, worker: Worker, version: int, held: int, frames: Frames | None) -> Frames | None:
+        """Return what to send a worker that did not find a version on its machine.
+
+        None if that is no longer at hand: the worker then has what it had, and is judged by that again.
+
+        Args:
+            worker: Who.
+            version: What it did not find.
+            held: What it has instead.
+            frames: The weights, if somebody has them.
+
+        Raises:
+            WireError: It was not given what it says that it has.
+        """
+        if frames is None and self._encoded is not None and self._encoded[0] == version:
+            frames = self._encoded[1]
+        if frames is not None:
+            self.note_sent(1)
+            return frames
+        given = worker.policy.given
+        if not any(each.number == held for each in given):
+            raise WireError(f"It says that it holds version {held} of the policy, which it was not given.")
+        last = given[-1]
+        last.holders.pop(worker, None)
+        if not last.holders:
+            self._held.pop(last.number, None)
+        while given[-1].number != held:
+            given.pop()
+        given[-1] = self._held.setdefault(held, given[-1])
+        given[-1].holders[worker] = None
+        self._sum_held += held - last.number
+        self.judge_again(worker)
+        return None
 
     def encode_newest(self) -> tuple[int, Frames]:
         """Return the newest version and its weights, encoded and cut once for all workers that get them by message."""
@@ -333,10 +376,10 @@ class Versions:
         self.forget_policy()  # Should adopting fail halfway, no worker is trusted to hold any policy.
         stamp = policy.stamp()  # First: it finds out what there is.
         self._show(policy)
-        self._spec = WeightsSpec.of(policy.weights())
+        self._spec = WeightsSpec.of(policy.weights(), getattr(policy, "rounded", ()))
         form = self._find_form(policy) if self._rule.compares else None
         generation = generation_of(policy)
-        self._backend.adopt(policy, self._spec, self.newest + 1, arguments)
+        num_copies = self._backend.adopt(policy, self._spec, self.newest + 1, arguments)
         self._policy, self._stamp, self._is_told, self._generation = policy, stamp, False, generation
         for held in list(self._pooled):
             held.pool = None  # What a policy of another structure did cannot be compared with.
@@ -345,6 +388,7 @@ class Versions:
         self._number_version()
         if self._rehearsal is not None:
             self._rehearsal.adopt(self.newest)
+        self.note_sent(num_copies)
         self._counted = self.newest
         self._count_needed(len(self._workers))
         self._tracker = self._rule.start()
@@ -427,7 +471,9 @@ class Versions:
         self._stats.updates += 1
 
     def _count_needed(self, num_pulls: int) -> None:
-        self._stats.note_needed(num_pulls, self._spec.size_bytes)
+        size_bytes = self._spec.size_bytes
+        share = self._backend.count_copies(size_bytes) / len(self._workers)
+        self._stats.note_needed(num_pulls, round(num_pulls * share * size_bytes))
 
     def _judge_in_order(
         self, behind: Sequence[Version], can_take: Callable[[Worker], bool]
@@ -523,4 +569,3 @@ class Versions:
     def _note_pull(self, reason: Reason) -> None:
         self._stats.pulls += 1
         self._stats.reasons[reason] += 1
-        self._stats.bytes["weights"] += self._spec.size_bytes

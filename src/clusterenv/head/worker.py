@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from clusterenv.errors import ClusterEnvError
 from clusterenv.policy.pool import Pool
 from clusterenv.wire.buffers import RolloutBuffers, StepBuffers
-from clusterenv.wire.messages import Reply
+from clusterenv.wire.messages import BoardAddress, Reply
 from clusterenv.wire.shared import HeadMailbox, SharedMemory, WorkerProcess
 
 
@@ -171,6 +171,10 @@ class Worker:
         peer: The transport's address; None until it has joined, and when it is lost. `descriptor` is its connection's.
         mailbox: None if it shares no memory with the head; `mailbox_memory` is where it lies.
         process: A handle of its process, if it shares memory.
+        machine: What it has in common with workers that may be on the same one; `board` is where it keeps weights for
+            these, `has_neighbour` whether they have found each other.
+        may_miss: Whether it was told to find weights there, and may still say that it did not.
+        num_missed: How often it did not, or others not with it.
         may_linger: Whether it shares memory, and cannot be seen from here: its successor must not.
         owed: The answers it owes, in the order in which they were asked for.
         progress: What its mailbox counted when it was last looked at; `progress_at` is when that changed.
@@ -208,6 +212,11 @@ class Worker:
     mailbox: HeadMailbox | None = None
     mailbox_memory: SharedMemory | None = None
     process: WorkerProcess | None = None
+    machine: str = ""
+    board: BoardAddress | None = None
+    has_neighbour: bool = False
+    may_miss: bool = False
+    num_missed: int = 0
     may_linger: bool = False
     owed: deque[Owed] = field(default_factory=deque)
     progress: int = 0

@@ -14,9 +14,10 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.config import Timeouts
 from clusterenv.errors import CallTimeout, LaunchError, WireError
-from clusterenv.head.calls import Answered, Calls, Event, Gone, Joined, log_of
+from clusterenv.head.calls import Answered, Calls, Event, Gone, Joined, Missed, log_of
 from clusterenv.head.failure import failure_of
 from clusterenv.head.infos import StepReader
+from clusterenv.head.machines import Machines
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.pending import PendingCall, step_destination
 from clusterenv.head.preparation import Preparation
@@ -27,7 +28,7 @@ from clusterenv.wire.arrays import ArrayMaker, allocate, shared_allocator, size_
 from clusterenv.wire.assignment import RunSpaces
 from clusterenv.wire.buffers import StepBuffers
 from clusterenv.wire.layout import Layout
-from clusterenv.wire.messages import Cancel, Failed, Reply, Show, Step
+from clusterenv.wire.messages import Cancel, Failed, Missing, Reply, Show, Step
 from clusterenv.wire.shared import BELL_BYTES, SharedMemories
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Workers:
         workers: One record each, in the order of their environments.
         timeouts: How long to wait.
         memories: What is shared with those on this machine; `shares_memory` says whether anything is.
+        machines: Which of the workers share one.
         preparation: What a worker that takes over is given.
         stream: The stream that is open, if any.
         buffers: The two step buffers, once the spaces are known.
@@ -98,7 +100,8 @@ class Workers:
         self.supervisor = supervisor
         self.timeouts = timeouts
         self.memories = SharedMemories(calls.deferred)
-        self.preparation = Preparation(calls, workers, self.memories, assignments, autoreset_mode)
+        self.machines = Machines(workers)
+        self.preparation = Preparation(calls, workers, self.memories, self.machines, assignments, autoreset_mode)
         self.stream: StreamUser | None = None
         self.shares_memory = shares_memory
         self.num_envs = workers[-1].stop
@@ -258,6 +261,8 @@ class Workers:
             return  # It was given up for what it sent before.
         elif isinstance(event, Gone):
             self._lose(worker, event.reason)
+        elif isinstance(event, Missed):
+            self._accept_missing(event)
         else:
             self._accept(event)
 
@@ -365,7 +370,18 @@ class Workers:
         except WireError as error:
             self._lose(worker, f"it sent a malformed answer: {error}")
 
+    def _accept_missing(self, event: Missed) -> None:
+        try:
+            self._supply(event.worker, event.missing)
+        except WireError as error:
+            self._lose(event.worker, f"it sent a malformed message: {error}")
+
+    def _supply(self, worker: Worker, missing: Missing) -> None:
+        """Send a worker weights that it could not find; `Acting` has some."""
+        raise WireError("It misses weights, and there are none.")
+
     def _lose(self, worker: Worker, reason: str) -> None:
+        self.machines.note_lost(worker)
         worker.num_answers += self.calls.num_plain_steps - worker.num_plain_steps
         self.calls.strike_off(worker)
         if self.stream is not None:

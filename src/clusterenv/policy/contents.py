@@ -183,6 +183,10 @@ class Contents:
             arrays[VALUES] = self._encode_values()
         return arrays
 
+    def parameters(self) -> dict[str, Array]:
+        """Return those of the arrays that a learner's optimizer writes."""
+        return {name: kind.view(array) for name, (kind, array) in self._arrays.items() if kind.is_weight(array)}
+
     def pack(self) -> bytes:
         """Pickle the payload without its arrays' numbers.
 

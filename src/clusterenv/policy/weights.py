@@ -1,16 +1,17 @@
 """A policy's weights: named arrays, sent as one raw block of memory.
 
 Names, dtypes and shapes are agreed on once, with the agent's structure; after that a version is just bytes, encoded
-once however many workers pull it, and read without a copy.
+once however many workers pull it, and read without a copy. Arrays of floats may be sent as bfloat16: a float32 without
+its lower half, which is rounded when it is encoded and a float32 again when it is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,8 @@ Block: TypeAlias = NDArray[np.uint8]
 
 _ALIGNMENT = 64  # A cache line; arrays that start on one load fastest.
 _KINDS = "fiubc"  # Numbers only: an object array would be a pickle in disguise.
+_ROUNDED = np.dtype(np.uint16)  # What carries bfloat16, which numpy lacks.
+_HALF_BITS = 16
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class WeightSpec:
     name: str
     dtype: str  # In numpy's short form, including the byte order: "<f4".
     shape: tuple[int, ...]
+    is_rounded: bool = False  # Whether it is sent as bfloat16.
 
     def __post_init__(self) -> None:
         try:
@@ -40,11 +44,18 @@ class WeightSpec:
             raise PolicyError(f"Weights {self.name!r} have an unknown dtype: {self.dtype!r}.") from error
         if dtype.kind not in _KINDS or any(size < 0 for size in self.shape):
             raise PolicyError(f"Weights {self.name!r} must be an array of numbers, got {self}.")
+        if self.is_rounded and not can_round(dtype):
+            raise PolicyError(f"Weights {self.name!r} cannot be sent as bfloat16: they are {self}.")
+
+    @property
+    def sent_dtype(self) -> np.dtype[Any]:
+        """What is sent."""
+        return _ROUNDED if self.is_rounded else np.dtype(self.dtype)
 
     @property
     def size_bytes(self) -> int:
-        """The size of the array, without padding."""
-        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
+        """The size of the array as it is sent, without padding."""
+        return self.sent_dtype.itemsize * math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{np.dtype(self.dtype)}{list(self.shape)}"
@@ -62,13 +73,24 @@ class WeightsSpec:
             raise PolicyError(f"Some names of weights occur twice: {sorted(names)}.")
 
     @staticmethod
-    def of(weights: Weights) -> WeightsSpec:
+    def of(weights: Weights, rounded: Container[str] = ()) -> WeightsSpec:
         """Describe these weights.
 
+        Args:
+            weights: The arrays.
+            rounded: Which of them are sent as bfloat16.
+
         Raises:
-            PolicyError: An array holds something other than numbers.
+            PolicyError: An array holds something other than numbers, or is to be rounded and cannot be.
         """
-        return WeightsSpec(tuple(WeightSpec(name, array.dtype.str, array.shape) for name, array in weights.items()))
+        return WeightsSpec(
+            tuple(WeightSpec(name, array.dtype.str, array.shape, name in rounded) for name, array in weights.items())
+        )
+
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether workers get exactly what the learner has."""
+        return not any(spec.is_rounded for spec in self.arrays)
 
     @cached_property
     def size_bytes(self) -> int:
@@ -84,7 +106,7 @@ class WeightsSpec:
         problems += [
             f"{name}: expected {expected[name]}, got {got[name]}"
             for name in expected.keys() & got.keys()
-            if expected[name] != got[name]
+            if (expected[name].dtype, expected[name].shape) != (got[name].dtype, got[name].shape)
         ]
         if problems:
             raise PolicyError(
@@ -100,30 +122,33 @@ class WeightsSpec:
         """
         self.check(weights)
         block = np.zeros(self.size_bytes, np.uint8) if out is None else out
-        for name, view in self._views(block).items():
-            np.copyto(view, weights[name], casting="no")
+        for spec, view in zip(self.arrays, self._views(block), strict=True):
+            array = weights[spec.name]
+            np.copyto(view, _round(array) if spec.is_rounded else array, casting="no")
         return block
 
     def decode(self, block: bytes | bytearray | memoryview | Block) -> dict[str, Array]:
-        """Return the weights in a block, as read-only views into it.
+        """Return the weights in a block, as read-only views into it; those that were rounded as arrays of their own.
 
         Raises:
             PolicyError: The block is not `size_bytes` long.
         """
-        views = self._views(np.frombuffer(block, np.uint8))
-        for view in views.values():
-            view.flags.writeable = False
-        return views
+        decoded: dict[str, Array] = {}
+        for spec, view in zip(self.arrays, self._views(np.frombuffer(block, np.uint8)), strict=True):
+            array = _widen(view, np.dtype(spec.dtype)) if spec.is_rounded else view
+            array.flags.writeable = False
+            decoded[spec.name] = array
+        return decoded
 
-    def _views(self, block: Block) -> dict[str, Array]:
+    def _views(self, block: Block) -> list[Array]:
         if block.dtype != np.uint8 or block.shape != (self.size_bytes,):
             raise PolicyError(
                 f"The weights take {self.size_bytes} bytes, got {block.nbytes}: head and worker run different agents."
             )
-        return {
-            spec.name: block[offset : offset + spec.size_bytes].view(spec.dtype).reshape(spec.shape)
+        return [
+            block[offset : offset + spec.size_bytes].view(spec.sent_dtype).reshape(spec.shape)
             for spec, offset in zip(self.arrays, self._offsets, strict=False)
-        }
+        ]
 
     @cached_property
     def _offsets(self) -> list[int]:
@@ -132,3 +157,26 @@ class WeightsSpec:
         for spec in self.arrays:
             offsets.append(offsets[-1] + -(-spec.size_bytes // _ALIGNMENT) * _ALIGNMENT)
         return offsets
+
+
+def can_round(dtype: np.dtype[Any]) -> bool:
+    """Tell whether bfloat16 is a shorter form of this: of float32, and of float64."""
+    return dtype.kind == "f" and dtype.itemsize in (4, 8) and dtype.isnative
+
+
+def _round(array: Array) -> NDArray[np.uint16]:
+    """Round to the nearest bfloat16, and to the even one of two; NaN stays NaN."""
+    with np.errstate(over="ignore"):  # Of float64: what float32 cannot hold is infinite.
+        floats = np.ascontiguousarray(array, np.float32)
+    bits = floats.view(np.uint32)
+    up = np.uint32((1 << (_HALF_BITS - 1)) - 1) + ((bits >> _HALF_BITS) & np.uint32(1))
+    rounded = ((bits + up) >> _HALF_BITS).astype(np.uint16)
+    if np.isnan(floats).any():
+        rounded = np.where(np.isnan(floats), np.uint16(0x7FC0), rounded)
+    return rounded.reshape(array.shape)
+
+
+def _widen(rounded: NDArray[np.uint16], dtype: np.dtype[Any]) -> Array:
+    wide = rounded.astype(np.uint32) << _HALF_BITS
+    array: Array = wide.view(np.float32).astype(dtype, copy=False)
+    return array

@@ -16,7 +16,7 @@ from msgspec import Meta
 from clusterenv.errors import WireError
 from clusterenv.wire.info_planes import MAX_GENERATION
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 # Shown to people, in errors and logs: of one line, and a short one.
 Name = Annotated[str, Meta(max_length=255, pattern=r"\A[ -~]*\Z")]
@@ -38,6 +38,26 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     address: str
     nonce: bytes  # what it begins with, so that nobody opens another's by mistake
+
+
+class BoardAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a worker keeps weights for others on its machine; see `wire.board`."""
+
+    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    descriptor: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]  # what it begins with
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The one copy of a version's weights for all workers of a machine.
+
+    To the worker whose board it is: put the weights that come with this onto it. To others: they do not come, find them
+    there.
+    """
+
+    board: BoardAddress
+    size_bytes: int
+    digest: bytes  # SHA-256 of the weights
 
 
 class ArraySpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -62,6 +82,7 @@ class Serve(_Message, tag=14, frozen=True):
     spaces: bytes  # cloudpickle of a `wire.assignment.RunSpaces`
     memory: Offer | None  # the bell and the step buffers; None: send arrays over the socket
     mailbox: Offer | None  # of this worker alone
+    neighbour: BoardAddress | None = None  # of a worker that says it is on the same machine: can it be read?
 
 
 class Reset(_Message, tag=2, frozen=True):
@@ -116,6 +137,7 @@ class Adopt(_Message, tag=8, frozen=True):
     version: int
     weights: Offer | None  # where this version's weights lie, and later ones' will; None: they follow as a frame
     arguments: bytes | None  # cloudpickle: per-call values to try the policy with
+    copy: Copy | None = None  # who on this machine gets the weights
 
 
 class Collect(_Message, tag=10, frozen=True):
@@ -127,8 +149,9 @@ class Collect(_Message, tag=10, frozen=True):
     version: int | None  # of the new weights; None: go on with those you have
     arguments: bytes | None  # cloudpickle: per-call values
     memory: Offer | None  # where the rollout goes; None: send it as frames
-    is_own: bool = False  # whether that memory is for this shard's columns only
+    is_own: bool = False  # whether it is one of a stream, and that memory is for this shard's columns only
     record: int | None = None  # its number in a recording: it stays with the worker, but for the last step
+    copy: Copy | None = None  # as with Adopt
 
 
 class Decide(_Message, tag=11, frozen=True):
@@ -139,6 +162,7 @@ class Decide(_Message, tag=11, frozen=True):
     version: int | None
     arguments: bytes | None  # cloudpickle: per-call values
     num_probes: int  # as with Collect
+    copy: Copy | None = None  # as with Adopt
 
 
 class Record(_Message, tag=34, frozen=True):
@@ -178,6 +202,7 @@ class Load(_Message, tag=16, frozen=True):
     """Head to worker: the weights that follow as a frame are for the next rollout. There is no reply."""
 
     version: int
+    copy: Copy | None = None  # as with Adopt
 
 
 class Apply(_Message, tag=17, frozen=True):
@@ -229,6 +254,8 @@ class Join(msgspec.Struct, tag=20, frozen=True, array_like=True):
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     hostname: Name
     versions: Annotated[dict[Name, Name], Meta(max_length=100)] = {}
+    machine: Name = ""  # the same for workers that may be able to read each other's memory
+    board: BoardAddress | None = None
 
 
 class Made(_Message, tag=29, frozen=True):
@@ -244,12 +271,20 @@ class Ready(_Message, tag=21, frozen=True):
 
     call: int
     shares_memory: bool
+    has_neighbour: bool = False  # whether the neighbour's board could be read
 
 
 class Progress(_Message, tag=30, frozen=True):
     """Worker to head: this call is under way, and a step or reset of it is finished. No answer yet."""
 
     call: int
+
+
+class Missing(_Message, tag=34, frozen=True):
+    """Worker to head: I do not find the weights that another worker here was to keep. No answer to a call."""
+
+    version: Annotated[int, Meta(ge=0, lt=2**53)]
+    held: Annotated[int, Meta(ge=0, lt=2**53)]  # what it has instead
 
 
 class Stepped(_Message, tag=22, frozen=True):
@@ -355,7 +390,19 @@ Request: TypeAlias = (
     | Registered
 )
 Reply: TypeAlias = (
-    Register | Join | Made | Ready | Stepped | Returned | Failed | Adopted | Collected | Evaluated | Part | Progress
+    Register
+    | Join
+    | Made
+    | Ready
+    | Missing
+    | Stepped
+    | Returned
+    | Failed
+    | Adopted
+    | Collected
+    | Evaluated
+    | Part
+    | Progress
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,6 +6,7 @@ worker alone (its part of a stream, say) over the socket. So there is no mode th
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -16,12 +17,16 @@ from numpy.typing import NDArray
 from clusterenv.errors import WireError
 from clusterenv.wire import messages
 from clusterenv.wire.arrays import fill
+from clusterenv.wire.board import Board
 from clusterenv.wire.messages import Reply, Request
 from clusterenv.wire.shared import WorkerMailbox
 from clusterenv.wire.zeromq import WorkerSocket
 
+log = logging.getLogger(__name__)
+
 _ON_ITS_WAY_S = 60.0  # How long a message may take that the head says it has sent.
 _PROGRESS_S = 0.5  # How often to tell a head that shares no memory that a long call makes progress.
+_LOOK_S = 0.02  # How often, during a long call, to look for weights that others on this machine wait for.
 
 Message: TypeAlias = tuple[Request, list[memoryview]]
 
@@ -33,12 +38,13 @@ class Channel:
         weights: The new weights that came with the last request, if any did.
     """
 
-    def __init__(self, socket: WorkerSocket, hang_s: float) -> None:
+    def __init__(self, socket: WorkerSocket, hang_s: float, board: Board | None = None) -> None:
         """Use a socket, until there is a mailbox as well.
 
         Args:
             socket: Connected to the head.
             hang_s: A call in which there is no progress for so long is taken for hung.
+            board: Where to keep weights that are for others on this machine, too.
         """
         self.weights: memoryview | None = None
         self._socket = socket
@@ -50,6 +56,9 @@ class Channel:
         self._call = 0
         self._hang_s = hang_s
         self._began_at = self._tell_at = 0.0
+        self._board = board
+        self._has_kept = False  # Whether others have ever waited for weights that this worker gets.
+        self._look_at = 0.0
 
     def use(self, actions: Sequence[NDArray[Any]], mailbox: WorkerMailbox | None) -> None:
         """From now on expect actions in these arrays; with a mailbox all arrays are shared, and calls come by it."""
@@ -80,17 +89,22 @@ class Channel:
         elif isinstance(reply, messages.Stepped) and reply.is_plain:
             mailbox.post_plain(reply.call, reply.generation)
         else:
-            assert not isinstance(reply, messages.Register | messages.Join), "a worker joins before it shares memory"
+            assert not isinstance(reply, messages.Register | messages.Join | messages.Missing), "not by mailbox"
             mailbox.post(messages.encode(reply), reply.call, lambda large: self._socket.send([large]))
 
     def tick(self) -> None:
         """Note that a step or reset of the call under way is finished, so that the head does not consider it hung."""
         if self._mailbox is not None:
             self._mailbox.tick()
-        elif (now := time.monotonic()) > self._tell_at:
+            return
+        now = time.monotonic()
+        if now > self._tell_at:
             # Ever more rarely: a learner that is away for long reads none of it, and ZeroMQ keeps only so much.
             self._tell_at = now + min(max(_PROGRESS_S, (now - self._began_at) / 8), self._hang_s / 4)
             self._socket.send([messages.encode(messages.Progress(self._call))])
+        if self._has_kept and now > self._look_at:
+            self._look_at = now + _LOOK_S
+            self._read_socket(0.0)
 
     def _look(self, mailbox: WorkerMailbox) -> Request | None:
         """Take the call that lies in the mailbox, or else all that was sent over the socket."""
@@ -123,7 +137,10 @@ class Channel:
             request = messages.decode_request(frames[0].buffer)
             if isinstance(request, messages.Ping):
                 continue
-            self._backlog.append((request, [frame.buffer for frame in frames[1:]]))
+            arrays = [frame.buffer for frame in frames[1:]]
+            self._backlog.append((request, arrays))
+            if arrays and isinstance(request, messages.Adopt | messages.Collect | messages.Decide | messages.Load):
+                self._keep(request, arrays)
             self._num_received += not isinstance(request, messages.Stop | messages.Refused | messages.Registered)
             has_come, timeout_s = True, 0.0
             # Rollouts of a stream are asked for ahead, and what is more urgent comes behind them. After any other
@@ -131,6 +148,19 @@ class Channel:
             if not all_there_is or not isinstance(request, messages.Collect | messages.Load):
                 break
         return has_come
+
+    def _keep(
+        self, request: messages.Adopt | messages.Collect | messages.Decide | messages.Load, arrays: list[memoryview]
+    ) -> None:
+        """Put weights onto the board at once, if that is asked for: others need not wait until they are loaded here."""
+        copy, board = request.copy, self._board
+        if copy is None or board is None or request.version is None or copy.board != board.address:
+            return
+        self._has_kept = True
+        try:
+            board.keep(request.version, arrays)
+        except OSError as error:  # The others find nothing, and ask for weights of their own.
+            log.warning("version %d of the policy cannot be kept for other workers: %s", request.version, error)
 
     def _take_most_urgent(self) -> Request | None:
         """Return what was asked for first, but rollouts last: new weights, and an end, must not wait behind them."""
@@ -161,7 +191,7 @@ class Channel:
         ):
             if frames:
                 self.weights = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
-            elif self._mailbox is None:
+            elif self._mailbox is None and request.copy is None:
                 raise WireError(f"Expected weights with {type(request).__name__}, got none.")
         elif isinstance(request, messages.Step) and request.actions is None and self._mailbox is None:
             fill(self._actions, frames)

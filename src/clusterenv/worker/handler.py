@@ -92,12 +92,17 @@ class Handler:
         self._kept: RolloutBuffers | None = None  # For rollouts that are recorded here.
         self._recorder = ShardRecorder(assignment.start)
 
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that the policy holds; 0 if there is none."""
+        return self._shard.policy_version if self._shard.rollout_layout is not None else 0
+
     def answer(self, request: ShardRequest, weights: memoryview | None) -> Answer:
         """Do what is asked.
 
         Args:
             request: From the head.
-            weights: The new weights that came with it, if it came over the socket and they did.
+            weights: The new weights for it, unless they are in shared memory.
 
         Returns:
             The reply, and the arrays that go with it where they are not shared.

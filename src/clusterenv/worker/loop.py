@@ -7,14 +7,16 @@ import logging
 import os
 import socket as sockets
 import sys
+import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
 from clusterenv.wire import messages, values
 from clusterenv.wire.arrays import allocate, shared_allocator
 from clusterenv.wire.assignment import Assignment, RunSpaces
+from clusterenv.wire.board import Board, describe_machine
 from clusterenv.wire.buffers import StepBuffers
 from clusterenv.wire.compatibility import imported_packages, installed_versions
 from clusterenv.wire.layout import Layout
@@ -31,10 +33,14 @@ from clusterenv.worker.leave import Leave, Left
 from clusterenv.worker.making import describe_envs, for_travel
 from clusterenv.worker.progress import LoopProgress
 from clusterenv.worker.shard import Shard, unpickle
+from clusterenv.worker.wanted import Wanted
 
 log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 1.0  # How often an idle worker checks that its head still lives.
+_LOOK_AGAIN_S = 0.002  # How often a worker looks for weights that another one on this machine is about to have.
+
+ActingRequest: TypeAlias = messages.Adopt | messages.Collect | messages.Decide
 
 
 def run_worker(ticket: Ticket, worker_index: int, leave: Leave, guardian: Guardian | None) -> None:
@@ -53,8 +59,12 @@ def _serve_once(ticket: Ticket, keys: Keys, worker_index: int, leave: Leave, gua
     socket = WorkerSocket(ticket)
     progress = LoopProgress()
     head_watch = HeadWatch(Link(socket.events, ticket), ticket, guardian, progress, socket.end_events)
-    channel = Channel(socket, ticket.hang_s)
-    worker = _Worker(head_watch, progress, channel, worker_index, leave, on_registered=lambda: socket.use(keys))
+    board = _make_board()
+    channel = Channel(socket, ticket.hang_s, board)
+    wanted = Wanted(board, ticket.silence_s, ticket.hang_s)
+    worker = _Worker(
+        head_watch, progress, channel, board, wanted, worker_index, leave, on_registered=lambda: socket.use(keys)
+    )
     try:
         channel.send(messages.Register(messages.PROTOCOL, worker_index, keys.public))
         worker.serve()
@@ -64,7 +74,17 @@ def _serve_once(ticket: Ticket, keys: Keys, worker_index: int, leave: Leave, gua
         finally:
             head_watch.stop()
             socket.close(linger_s=1.0)
+            if board is not None:
+                board.close()
     return worker.was_cut_off
+
+
+def _make_board() -> Board | None:
+    """Make this worker's board; None where there is none: it then gets its weights by the network, as ever."""
+    try:
+        return Board()
+    except OSError:
+        return None
 
 
 class _Worker:
@@ -73,11 +93,16 @@ class _Worker:
         head_watch: HeadWatch,
         progress: LoopProgress,
         channel: Channel,
+        board: Board | None,
+        wanted: Wanted,
         worker_index: int,
         leave: Leave,
         on_registered: Callable[[], None],
     ) -> None:
         self.was_cut_off = False
+        self._board = board
+        self._wanted = wanted
+        self._held: ActingRequest | None = None  # It waits for its weights.
         self._on_registered = on_registered
         self._leave = leave
         self._head_watch = head_watch
@@ -91,15 +116,17 @@ class _Worker:
 
     def _join(self) -> None:
         self._on_registered()
+        hostname, board = sockets.gethostname(), None if self._board is None else self._board.address
         self._channel.send(
             messages.Join(
-                messages.PROTOCOL, self._worker_index, os.getpid(), sockets.gethostname(), installed_versions()
+                *(messages.PROTOCOL, self._worker_index, os.getpid(), hostname),
+                *(installed_versions(), describe_machine(), board),
             )
         )
 
     def serve(self) -> None:
         while not self._leave.is_wanted:
-            request = self._channel.receive(_LOOK_UP_S)
+            request = self._channel.receive(_LOOK_UP_S if self._held is None else _LOOK_AGAIN_S)
             if isinstance(request, messages.Step):  # First: it comes most often.
                 self._answer(request)
             elif request is None:
@@ -108,6 +135,8 @@ class _Worker:
                 if self._head_watch.connection_was_lost:
                     self.was_cut_off = True
                     return
+                if self._held is not None:
+                    self._act(self._held, None)
             elif isinstance(request, messages.Stop):
                 return
             elif isinstance(request, messages.Refused):
@@ -121,8 +150,9 @@ class _Worker:
             elif isinstance(request, messages.Cancel):
                 self._channel.send(messages.Returned(request.call, values.dumps([])))
             elif isinstance(request, messages.Load):
-                assert self._handler is not None, "the head assigns before it asks"
-                self._handler.load_for_next(request.version, self._channel.weights)
+                self._load(request)
+            elif isinstance(request, ActingRequest):
+                self._act(request, self._channel.weights)
             elif not isinstance(request, messages.Ping):
                 self._answer(request)
 
@@ -166,6 +196,8 @@ class _Worker:
             if memory is not None and mailbox_memory is not None:
                 mailbox = WorkerMailbox(mailbox_memory, memory)
             names = None if mailbox is None else mailbox.names
+            neighbour, board = request.neighbour, self._board
+            has_neighbour = neighbour is not None and board is not None and board.reaches(neighbour)
             self._handler = Handler(assignment, shard, channel.send, self._tick, self._new_packages, names=names)
         except Exception as error:  # noqa: BLE001 - a user's space may raise anything; it is reported
             self._send_failure(request.call, error, "factory")
@@ -174,15 +206,71 @@ class _Worker:
         gc.collect()
         gc.freeze()
         name_process("ce-worker")
-        channel.send(messages.Ready(request.call, shares_memory=mailbox is not None))
+        channel.send(messages.Ready(request.call, mailbox is not None, has_neighbour))
         channel.use(pair[0].actions, mailbox)
 
-    def _answer(self, request: ShardRequest) -> None:
+    def _load(self, request: messages.Load) -> None:
+        """Take weights for the next rollout, or for the call that waits for them; or look where they are kept."""
+        assert self._handler is not None, "the head assigns before it asks"
+        weights, held = self._channel.weights, self._held
+        if weights is None:
+            assert request.copy is not None, "else there would be weights"
+            self._wanted.set(request.version, request.copy, time.monotonic())
+            self._find_wanted()
+            return
+        self._wanted.clear()
+        if held is not None and held.version == request.version:
+            self._held = None
+            self._answer(held, weights)
+        else:
+            self._handler.load_for_next(request.version, weights)
+
+    def _act(self, request: ActingRequest, weights: memoryview | None) -> None:
+        """Do what is asked as soon as the weights for it are here; a rollout of a stream does not wait for them."""
+        self._held = None
+        if request.version is not None:
+            if request.copy is not None and weights is None:
+                self._wanted.set(request.version, request.copy, time.monotonic())
+            else:
+                self._wanted.clear()
+        if self._wanted.version is not None:
+            found = self._find_wanted(request)
+            if found is not None and request.version is not None:
+                weights = found
+            elif self._wanted.version is not None and not (isinstance(request, messages.Collect) and request.is_own):
+                self._held = request
+                return
+        self._answer(request, weights)
+
+    def _find_wanted(self, request: ActingRequest | None = None) -> memoryview | None:
+        """Look for the weights that are wanted; load them, unless they are for a request that says so itself.
+
+        If they are not to be had here the head is told. It sends them if a call waits for them; else it may do so
+        later, and this worker goes on with those that it has.
+        """
+        wanted, handler = self._wanted, self._handler
+        assert handler is not None, "the head assigns before it asks"
+        assert wanted.version is not None, "something is wanted"
+        must_have = request is not None and request.version is not None
+        was_told = wanted.must_ask
+        found = wanted.look(time.monotonic())
+        if found is not None:
+            version = wanted.version
+            wanted.clear()
+            if not must_have:
+                handler.load_for_next(version, found)
+        elif wanted.must_ask and not was_told:
+            self._channel.send(messages.Missing(wanted.version, handler.policy_version))
+            if not must_have:
+                wanted.clear()
+        return found
+
+    def _answer(self, request: ShardRequest, weights: memoryview | None = None) -> None:
         handler, progress = self._handler, self._progress
         assert handler is not None, "the head assigns before it asks"
         progress.is_busy = True
         try:
-            reply, arrays = handler.answer(request, self._channel.weights)
+            reply, arrays = handler.answer(request, weights)
         except Left:
             raise
         except BaseException as error:  # noqa: BLE001 - a user's environment may raise anything; it is reported

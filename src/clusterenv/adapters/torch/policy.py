@@ -33,7 +33,7 @@ from clusterenv.errors import ConfigError, PolicyError
 from clusterenv.policy.contents import Contents, Delivered
 from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution
 from clusterenv.policy.policy import Decision, Signature, State, Tree, draw
-from clusterenv.policy.weights import Weights
+from clusterenv.policy.weights import Weights, can_round
 
 Output: TypeAlias = Literal["logits", "q", "action", "gaussian", "squashed"]
 
@@ -68,6 +68,9 @@ class TorchPolicy:
             what `forward(obs, state)` takes, as one tensor or, if there are several, as a tuple. Not needed for a
             module with one GRU or LSTM.
         prepare: From numpy observations to what the module takes, if the usual conversion will not do.
+        wire_dtype: "bfloat16" halves what is sent: parameters are rounded to it on their way, and workers compute with
+            the rounded ones, as wide as before. Log-probabilities and values are those of the rounded ones. Buffers,
+            such as the statistics of a normaliser, travel as they are.
 
     Raises:
         PolicyError: It is unclear how the module chooses actions.
@@ -83,13 +86,17 @@ class TorchPolicy:
         value: Callable[..., torch.Tensor] | None = None,
         initial_state: Callable[[int], Mapping[str, torch.Tensor | Array]] | None = None,
         prepare: Prepare | None = None,
+        wire_dtype: Literal["bfloat16"] | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise PolicyError(f"TorchPolicy takes an nn.Module, got a {type(module).__name__}.")
+        if wire_dtype not in (None, "bfloat16"):
+            raise ConfigError(f'TorchPolicy(wire_dtype=...) must be "bfloat16" or None; got {wire_dtype!r}.')
         self.module = unwrap(module)
         self._functions = _Functions(act, distribution, value, initial_state)
         self._output = output
         self._prepare = prepare
+        self._wire_dtype = wire_dtype
         self._inference = self._choose_inference()
         self._contents: Contents | None = None
         self._delivered: Delivered | None = None
@@ -123,13 +130,26 @@ class TorchPolicy:
         return self._inference.takes
 
     @property
+    def rounded(self) -> frozenset[str]:
+        """The weights that are sent as bfloat16: parameters that are wider than it."""
+        if self._wire_dtype is None:
+            return frozenset()
+        return frozenset(name for name, array in self.contents.parameters().items() if can_round(array.dtype))
+
+    @property
     def is_traceable(self) -> bool:
         """Whether observations and weights alone decide what the module returns."""
         return self._inference.is_traceable and self._delivered is None
 
     def beside(self) -> TorchPolicy:
         """Return another policy of the same module, which may be shown other observations than this one."""
-        return TorchPolicy(self.module, output=self._output, prepare=self._prepare, **vars(self._functions))
+        return TorchPolicy(
+            self.module,
+            output=self._output,
+            prepare=self._prepare,
+            wire_dtype=self._wire_dtype,
+            **vars(self._functions),
+        )
 
     def copy_here(self) -> TorchPolicy:
         """Make a copy such as a worker has: it can be run without leaving a trace in the learner's own module."""
