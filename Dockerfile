@@ -5,6 +5,7 @@
 FROM python:3.11-slim
 ARG EXTRAS=kubernetes
 COPY pyproject.toml README.md LICENSE constraints.txt /clusterenv/
+COPY scripts/package_metadata.py /clusterenv/scripts/
 COPY src /clusterenv/src
 RUN pip install --no-cache-dir --constraint /clusterenv/constraints.txt "/clusterenv[$EXTRAS]"
 # Some namespaces run nothing as root.

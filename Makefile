@@ -12,7 +12,7 @@ PYTEST = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow quick check lint types bench guard fuzz clean
+.PHONY: help demo test slow quick check lint workflows types docs dist bench guard fuzz clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,17 +29,32 @@ slow: $(VENV)/.dev  ## Run those that take long: laws over the other transport, 
 quick: $(VENV)/.dev  ## Run the quick tests: laws, codecs, supervisor, one real run for each transport
 	$(PYTEST) -m quick $(PYTEST_ARGS)
 
-check: lint types test slow  ## Format, lint, types, architecture, all tests: what CI runs
+check: lint types docs test slow  ## Format, lint, types, docs, architecture, all tests: what CI runs
 
-lint: $(VENV)/.dev
+lint: workflows $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+workflows: $(VENV)/.dev
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/idea.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/zizmor --offline --quiet --no-progress .github
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
 fuzz: $(VENV)/.dev  ## Feed nonsense to the codecs for a while (SECONDS=60)
 	$(BIN)/python scripts/fuzz $(or $(SECONDS),60)
+
+docs: $(VENV)/.dev  ## Build the site into site/, offline; dead links are errors (`python -m http.server -d site` shows it)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # Not --quiet: that would also count no warnings.
+
+dist: $(VENV)/.dev  ## Build the wheel and the sdist into dist/, and check what PyPI would show
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
 
 bench: $(VENV)/.dev  ## Install peers, and measure them beside ClusterEnv (BENCH_ARGS=--quick for five minutes)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
@@ -48,7 +63,7 @@ guard: $(VENV)/.dev  ## Check that nothing has become a third slower, in half a 
 	$(BIN)/python -m benchmarks.guard
 
 clean:  ## Remove what the targets above made
-	rm -rf $(VENV) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .bench .matrix dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	@echo "Installing ClusterEnv into $(VENV) ..."
@@ -67,5 +82,5 @@ $(VENV)/.demo: $(VENV)/.base
 $(VENV)/.dev: $(VENV)/.base
 	@echo "Installing what the tests need (torch and EnvPool among them) ..."
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[dev,torch,envpool,bench,sb3,mujoco,atari,examples,fuzz,ray,minari,progress]"
+	$(PIP) -e ".[dev,docs,notebook,torch,envpool,bench,sb3,mujoco,atari,examples,video,fuzz,ray,minari,progress]"
 	@touch $@

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.peers.interpreters import PEERS, site_packages
 
-PACKAGES = ("clusterenv", "gymnasium", "numpy", "torch", "box2d", "ale-py", "mujoco", "envpool")
+PACKAGES = ("clusterenv-rl", "gymnasium", "numpy", "torch", "box2d", "ale-py", "mujoco", "envpool")
 
 
 def describe_machine(cache: Path, load_before: float, stolen: float) -> list[str]:

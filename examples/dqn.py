@@ -7,8 +7,8 @@ workers on a two-core machine that others were using, 5.5 minutes at `nice -n 10
 pulled weights 336 times where every-update sync would have had 752 pulls, and 24,000 gradient steps were made.
 
 The exploration rate travels with the call, so it changes without any weights being sent. The weights change with every
-gradient step; workers take them only when their own Q-values have drifted (docs/sync.md). `rollout.transitions()` has
-true successors, also where an episode was cut short, so only real ends stop the bootstrap.
+gradient step; workers take them only when their own Q-values have drifted (docs/explanation/sync.md).
+`rollout.transitions()` has true successors, also where an episode was cut short, so only real ends stop the bootstrap.
 """
 
 from __future__ import annotations

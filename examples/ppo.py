@@ -10,7 +10,7 @@ The second reaches 500, the most there is, after 200,000 steps: 2.8 minutes at `
 
 Two things differ from a PPO in one process. Rows of the rollout that only reset an environment are left out (`valid`).
 And the objective is decoupled (Hilton, Cobbe and Schulman, 2021): the ratio is clipped against the learner's own policy
-from just before the update, and a weight corrects for the worker's possibly older one; docs/sync.md says why.
+from just before the update, and a weight corrects for the worker's possibly older one (docs/explanation/sync.md).
 """
 
 from __future__ import annotations

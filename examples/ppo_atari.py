@@ -1,6 +1,6 @@
 r"""PPO from pixels (Atari): a convolutional network on the workers, images as bytes between them and the head.
 
-    pip install "clusterenv[torch,atari,examples]"
+    pip install "clusterenv-rl[torch,atari,examples]"
     python -m examples.ppo_atari
     python -m examples.ppo_atari --env-id ALE/CrazyClimber-v5 --max-episode-steps 256 --screen-size 42 --num-envs 16 \
         --num-steps 64 --learning-rate 1e-3 --clip-coef 0.2 --torch-threads 1 --total-timesteps 21504

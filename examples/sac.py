@@ -7,8 +7,8 @@ workers on a two-core machine that others were using, 6.3 minutes, 70 seconds of
 pulled weights 241 times where every-update sync would have had 596 pulls.
 
 Only the actor is sent to workers; the critics stay on the head. Workers take new weights when their own actor has
-drifted (docs/sync.md). `rollout.transitions()` has true successors, also where a time limit cut an episode short,
-so only real ends stop the bootstrap: in Pendulum there are none.
+drifted (docs/explanation/sync.md). `rollout.transitions()` has true successors, also where a time limit cut an episode
+short, so only real ends stop the bootstrap: in Pendulum there are none.
 """
 
 from __future__ import annotations

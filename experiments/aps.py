@@ -12,7 +12,7 @@ be compared whenever it is stopped.
 
 Writes to OUT: updates/*.csv (a training each: return, pulls, bytes, divergence over its steps), runs.csv (a row for
 each training), summary.csv (a row for each rule), and the figures curves.png, pulls.png and traffic.png. Prints the
-summary as a table. What was found is in docs/experiment.md.
+summary as a table. What was found is in docs/explanation/experiment.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from experiments.settings import LEARNERS, Settings, describe, read_settings, wr
 from experiments.summary import match_period, summarize, to_table, write_runs, write_summary
 
 ROOT = Path(__file__).resolve().parent.parent
-# Those of docs/experiment.md, which says how they were chosen.
+# Those of docs/explanation/experiment.md, which says how they were chosen.
 SEEDS = {"ppo": tuple(range(1, 6)), "ppo-cartpole": tuple(range(21, 26)), "dqn": tuple(range(1, 11))}
 THRESHOLDS = {"ppo": (0.05, 0.1, 0.2), "ppo-cartpole": (0.05,), "dqn": (1.0, 3.0)}
 PERIODS = {"ppo": (6,), "ppo-cartpole": (4, 5), "dqn": (80,)}

@@ -139,7 +139,7 @@ class RayCluster:
 def ray_cluster() -> Iterator[RayCluster]:
     """Make a cluster without nodes, and end it with all it has."""
     if importlib.util.find_spec("ray") is None:
-        pytest.skip("needs ray: pip install 'clusterenv[ray]'")
+        pytest.skip("needs ray: pip install 'clusterenv-rl[ray]'")
     cluster = RayCluster()
     try:
         yield cluster

@@ -68,7 +68,7 @@ def test_nothing_is_inconsistent_while_kubernetes_ends_pods_and_nodes() -> None:
 @pytest.mark.xdist_group("ray hosts")
 def test_nothing_is_inconsistent_while_ray_loses_actors_its_driver_and_a_node() -> None:
     hosts.require(*hosts.PROGRAMS)
-    pytest.importorskip("ray", reason="needs ray: pip install 'clusterenv[ray]'")
+    pytest.importorskip("ray", reason="needs ray: pip install 'clusterenv-rl[ray]'")
     kinds = ("kill", "killed actor", "ended actor", "killed driver", "lost node")
     run_chaos("--place=ray", "--seed=1", "--faults=5", "--modes", "step", "stream", "--kinds", *kinds)
 

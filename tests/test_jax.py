@@ -33,7 +33,7 @@ def test_the_recipe_trains(tmp_path: Path) -> None:
 
 
 def test_the_manuals_block_runs(tmp_path: Path) -> None:
-    (block,) = [block for block in blocks_of(ROOT / "docs" / "policies.md") if "JaxPolicy" in block]
+    (block,) = [block for block in blocks_of(ROOT / "docs" / "how-to" / "jax.md") if "JaxPolicy" in block]
     script = tmp_path / "block.py"
     script.write_text(block)
     run_with("jax", tmp_path, str(script))

@@ -41,6 +41,7 @@ from tests.test_readme import blocks_of
 pytestmark = [pytest.mark.xdist_group("kubernetes"), pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parent.parent
+MANUALS = [ROOT / "docs" / kind / "kubernetes.md" for kind in ("how-to", "tutorials")]
 LAPTOP = "10.88.0.4"
 TIMEOUTS = Timeouts(join_s=30, call_s=30, close_s=5, trial_s=0)
 IMPATIENT = Timeouts(join_s=30, call_s=30, close_s=5, silence_s=3, trial_s=0)
@@ -765,7 +766,7 @@ def test_the_doctor_says_what_to_do(
     assert advice in said
 
 
-@pytest.mark.parametrize("block", blocks_of(ROOT / "docs" / "kubernetes.md"), ids=str)
+@pytest.mark.parametrize("block", [block for page in MANUALS for block in blocks_of(page)], ids=str)
 def test_the_blocks_of_the_manual_run(bed: KubeCluster, block: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": module_path()}
     done = subprocess.run(

@@ -26,7 +26,7 @@ from clusterenv.launchers.kubernetes.manifest import RIGHTS
 from clusterenv.launchers.kubernetes.pod import PodState, find_disruption, read_pod
 from clusterenv.wire.ticket import Ticket
 
-DOCS = Path(__file__).parent.parent / "docs" / "kubernetes.md"
+DOCS = Path(__file__).parent.parent / "docs" / "how-to" / "kubernetes.md"
 TICKET = Ticket(endpoint="tcp://10.0.0.5:40123", head_key="h" * 40, public_key="p" * 40, secret_key="s" * 40)
 VERSIONS = sorted({v for v in all_versions() if int(v.split(".")[1]) >= 24}, key=lambda v: int(v.split(".")[1]))
 
@@ -413,4 +413,4 @@ except ClusterEnvError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install 'clusterenv[kubernetes]'" in done.stdout
+    assert "pip install 'clusterenv-rl[kubernetes]'" in done.stdout

@@ -19,7 +19,7 @@ ALLOWED = {
     "experiments": {"experiments", "examples"},
     "benchmarks": {"benchmarks", "experiments", "tests"},
 }
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
 
 
 def imports_of(path: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Other libraries' learners, really installed, train on a ClusterEnv by the recipes of docs/learners.md."""
+"""Other libraries' learners, really installed, train on a ClusterEnv by the recipes of docs/how-to/learners.md."""
 
 from __future__ import annotations
 

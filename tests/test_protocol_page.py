@@ -1,4 +1,4 @@
-"""docs/protocol.md says what the code does: messages, fields, sizes, offsets and examples are compared with it."""
+"""docs/reference/protocol.md says what the code does: messages, fields, sizes, offsets and examples are compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from clusterenv.wire import messages, shared, values
 from clusterenv.wire.ticket import Ticket
 
-PAGE = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "reference" / "protocol.md").read_text()
 EXAMPLE = re.compile(r"^ {4}(\S.*?) {2,}((?:[0-9a-f]{2} ?)+)$", re.MULTILINE)
 NUMBER = re.compile(r"\b\d{1,3}(?:,\d{3})+\b|\b\d+(?:\.\d+)?\b")
 

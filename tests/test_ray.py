@@ -201,7 +201,7 @@ def test_the_cluster_of_a_ray_job_is_used(cluster: RayCluster, monkeypatch: pyte
 
 def test_the_block_of_the_manual_runs(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-    (block,) = blocks_of(ROOT / "docs" / "ray.md")
+    (block,) = blocks_of(ROOT / "docs" / "how-to" / "ray.md")
     script = tmp_path / "train.py"
     script.write_text(block)
     done = subprocess.run([sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -222,7 +222,7 @@ def test_another_version_of_ray_is_named(cluster: RayCluster, monkeypatch: pytes
 
 def test_a_python_without_ray_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(LaunchError, match=r"pip install 'clusterenv\[ray\]'"):
+    with pytest.raises(LaunchError, match=r"pip install 'clusterenv-rl\[ray\]'"):
         open_envs(RayLauncher(address="127.0.0.1:1"))
 
 

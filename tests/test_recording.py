@@ -759,7 +759,7 @@ def test_without_minari_one_is_told_what_to_install(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "h5py", None)  # What Python itself does for a module that cannot be imported.
     with (
         ClusterEnv("CartPole-v1", num_workers=0) as envs,
-        pytest.raises(ConfigError, match=r"no h5py: pip install 'clusterenv\[minari\]'"),
+        pytest.raises(ConfigError, match=r"no h5py: pip install 'clusterenv-rl\[minari\]'"),
     ):
         Recorder(envs, tmp_path / "none-v0")
 

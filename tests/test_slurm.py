@@ -127,15 +127,19 @@ def test_the_issues_example_runs_on_all_nodes(login: SlurmCluster) -> None:
         assert shown == f"cpu 2:00:00 2 clusterenv-{run_labels()['run']}"
 
 
-BLOCKS = [*blocks_of(ROOT / "docs" / "slurm.md"), *(b for b in blocks_of(ROOT / "README.md") if "SlurmLauncher" in b)]
+BLOCKS = [
+    *blocks_of(ROOT / "docs" / "how-to" / "slurm.md"),
+    *blocks_of(ROOT / "docs" / "tutorials" / "slurm.md"),
+    *(b for b in blocks_of(ROOT / "README.md") if "SlurmLauncher" in b),
+]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=("run", "render", "readme"))
+@pytest.mark.parametrize("block", BLOCKS, ids=("run", "render", "tutorial", "readme"))
 def test_the_blocks_of_the_manual_run(login: SlurmCluster, block: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     if "render" in block:
-        shown = (ROOT / "docs" / "slurm.md").read_text().replace("/home/me", str(tmp_path))
+        shown = (ROOT / "docs" / "how-to" / "slurm.md").read_text().replace("/home/me", str(tmp_path))
         assert done.stdout in shown, "the manual shows what is submitted"
 
 

@@ -24,7 +24,7 @@ from tests.lawless import LAWLESS, NUM_ENVS, LeavesFiles, LeavesProcess
 from tests.test_import import run
 from tests.worlds import make_factories
 
-PAGE = Path(__file__).parent.parent / "docs" / "testing.md"
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "testing.md"
 FAULTS = {"one-killed", "all-killed", "close-after-kill"}
 ENDS = {"close-pending", "close-twice", "use-after-close", "processes", "descriptors"}
 HALVES = {"async-halves", "async-order", "close-pending"}
@@ -117,7 +117,7 @@ def test_gymnasiums_async_breaks_what_the_page_says(mode: AutoresetMode) -> None
 
 
 def broken_on_the_page(name: str) -> set[str]:
-    """The laws that docs/testing.md says this breaks."""
+    """The laws that docs/how-to/testing.md says this breaks."""
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} "))
     return {law for law in LAWS if f"`{law}`" in row.split("|")[2]}
 

@@ -17,7 +17,7 @@ pytest.importorskip("Box2D")
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "examples" / "tutorial"
-PAGE = ROOT / "docs" / "tutorial.md"
+PAGE = ROOT / "docs" / "tutorials" / "four-steps.md"
 NAMES = ["step1", "step2", "step3", "step4"]
 
 

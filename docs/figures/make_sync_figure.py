@@ -3,7 +3,7 @@
     python -m docs.figures.make_sync_figure
 
 Four real trainings of a 64-64 agent on CartPole in this process (`num_workers=0`), one seed each, about 35 s of CPU
-time. Needs torch and matplotlib. It is an illustration: for numbers over several seeds see docs/sync.md.
+time. Needs torch and matplotlib. It is an illustration: for numbers over several seeds see docs/explanation/sync.md.
 """
 
 from __future__ import annotations

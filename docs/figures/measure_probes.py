@@ -1,4 +1,4 @@
-"""Measure how well a few probes estimate the divergence over a whole rollout: the table in docs/sync.md.
+"""Measure how well a few probes estimate the divergence over a whole rollout: the table in docs/explanation/sync.md.
 
     python -m docs.figures.measure_probes
 

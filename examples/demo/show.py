@@ -88,7 +88,10 @@ class Show:
         print(f"  {self.out / 'learning.png'}   the learning curve, the divergence and the pulls")
         print(f"  {self.out / 'landing.png'}    the same moon before and after the training")
         print(f"  {self.out / 'landing.gif'}    the landing as a film")
-        say("", "Next: README.md has the 15 lines that do this for your environments, docs/tutorial.md for your PPO.")
+        say(
+            "",
+            "Next: README.md does this for your environments in 15 lines, docs/tutorials/four-steps.md for your PPO.",
+        )
 
 
 class Remarks(logging.Handler):

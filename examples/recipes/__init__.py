@@ -1,1 +1,1 @@
-"""Recipes: other libraries' learners on a ClusterEnv, in short. docs/learners.md says what to install."""
+"""Recipes: other libraries' learners on a ClusterEnv, in short. docs/how-to/learners.md says what to install."""

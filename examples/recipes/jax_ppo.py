@@ -1,6 +1,6 @@
 """JAX: PPO with a flax network; workers choose the actions, and need JAX but not flax.
 
-pip install . 'clusterenv[jax]' flax optax tyro
+pip install '.[jax]' flax optax tyro
 python -m examples.recipes.jax_ppo
 """
 

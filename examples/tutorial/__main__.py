@@ -1,4 +1,4 @@
-"""`python -m examples.tutorial`: measure the four scripts, in turns, and print the table of docs/tutorial.md."""
+"""`python -m examples.tutorial`: measure the four scripts in turns, and print docs/tutorials/four-steps.md's table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PPO on LunarLander: one of the four scripts of docs/tutorial.md, which explains how they differ."""
+"""PPO on LunarLander: one of the four scripts of docs/tutorials/four-steps.md, which explains how they differ."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Faults:
             environments again: `step` returns their rows truncated, with `info["worker_lost"]`, and `rollout` collects
             them anew. "raise" raises WorkerLost.
         on_env_error: What happens when an environment raises. "raise" raises WorkerFailed. "reset" truncates its
-            episode, with `info["env_error"]`, and goes on; see docs/reliability.md.
+            episode, with `info["env_error"]`, and goes on; see docs/explanation/reliability.md.
         min_workers: Begin when this many workers are there. `stream` uses those that are; the others take part as they
             come, and who was lost, when it is back. All other calls wait for all.
         max_restarts: How many workers may be started again in the whole run, so that a job that keeps crashing does not

@@ -104,7 +104,7 @@ def to_markdown(results: Sequence[SizeResult], larger: Sequence[SizeResult], not
         "",
         "CPU time of the head's process, all its threads, without heartbeats; median of the rounds, and quartiles. The "
         "workers are light: real connections that replay a real worker's rollout, on the same machine, so only CPU "
-        "time is compared. Made by `python -m benchmarks.studies.scale`; what follows from it is in docs/scaling.md.",
+        "time is compared. Made by `python -m benchmarks.studies.scale`; see docs/explanation/scaling.md.",
         "",
         f"| us a worker's rollout of {TRANSITIONS:,} transitions |{columns}|",
         rule,

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = _make_parser()
+    parser = make_parser()
     # `clusterenv doctor --env X` is about this machine, like `clusterenv doctor`.
     is_left_out = arguments[:1] == ["doctor"] and arguments[1:2] not in ([], ["-h"], ["--help"])
     is_left_out = is_left_out and arguments[1].startswith("-")
@@ -42,7 +42,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parsed
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="clusterenv", description="Gymnasium environments on many processes and machines."
     )

@@ -45,7 +45,7 @@ _SIGNS = [
     (
         r"You lack rights in namespace|You may not \w+ \S+ in namespace",
         "start",
-        "Have the Role of docs/kubernetes.md bound to you; `clusterenv launch kubernetes --head SCRIPT` prints it.",
+        "Have the Role bound to you that `clusterenv launch kubernetes --head SCRIPT` prints.",
     ),
     (
         r"There is no cluster|The cluster at \S+ (cannot be reached|does not accept)|[Tt]he kubeconfig",
@@ -53,7 +53,7 @@ _SIGNS = [
         "Make `kubectl get pods` work first; --context chooses among clusters.",
     ),
     (r"its image cannot be pulled", "start", "Push the image, and let the nodes pull it: --image-pull-secrets."),
-    (r"Its image has no clusterenv", "python", "Build the image with clusterenv: docs/kubernetes.md has a Dockerfile."),
+    (r"Its image has no clusterenv", "python", "Build the image with clusterenv: see docs/how-to/kubernetes.md."),
     (
         r"(nobody listens at|cannot be reached from)(.|\n)*The events of Pod",
         "reach",
@@ -71,7 +71,7 @@ _SIGNS = [
     (
         r"No module named ['\"]?clusterenv",
         "python",
-        "Install clusterenv for that Python, name another with --python, or activate an environment with --setup.",
+        "Install clusterenv-rl for that Python, name another with --python, or activate an environment with --setup.",
     ),
     (
         r"exit status 12[67]|[Nn]o such file or directory|command not found",

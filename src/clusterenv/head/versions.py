@@ -31,7 +31,7 @@ from clusterenv.wire.zeromq import Frames, cut
 
 log = logging.getLogger(__name__)
 
-POOL_ROWS = 512  # At a threshold of 0.05 their mean is within 5 % of the truth; see docs/sync.md.
+POOL_ROWS = 512  # At a threshold of 0.05 their mean is within 5 % of the truth; see docs/explanation/sync.md.
 _RENEWAL = 4  # Once a pool is full, so many rounds of rollouts renew it: states change slowly, and rows are bytes.
 _POOLS_BYTES = 64 << 20  # Of all versions together.
 _MAX_SHOWN = 64  # Observations are a policy's to try itself on: a few will do.

@@ -21,6 +21,9 @@ _TERM_S = 1.0  # For workers that were told to stop, did not, and get SIGTERM.
 _QUIT_S = 3.0  # A worker's guardian ends it in milliseconds, and within 2 s also what its environments started.
 _KILL_S = 5.0  # Only a process that the kernel cannot let go of takes longer.
 _TAIL_BYTES = 4096
+# Windows knows one way to end a process, and that is at once.
+_QUIT = getattr(signal, "SIGQUIT", signal.SIGTERM)
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 
 T = TypeVar("T")
 StartProcess = Callable[[int, BinaryIO], "subprocess.Popen[bytes]"]
@@ -84,7 +87,7 @@ class ProcessFleet:
         """Have a worker started once more, when the old one is gone; its log goes on in the same file."""
         self._failures.pop(worker_index, None)
         self._kill_at[worker_index] = time.monotonic() + _QUIT_S
-        self._processes[worker_index].send_signal(signal.SIGQUIT)
+        self._processes[worker_index].send_signal(_QUIT)
         self._advance()
 
     def stop(self, timeout_s: float) -> None:
@@ -93,8 +96,8 @@ class ProcessFleet:
         self._await_all(timeout_s)
         for number, patience_s in (
             (signal.SIGTERM, min(_TERM_S, timeout_s)),
-            (signal.SIGQUIT, _QUIT_S),
-            (signal.SIGKILL, _KILL_S),
+            (_QUIT, _QUIT_S),
+            (_KILL, _KILL_S),
         ):
             for process in self._processes:
                 process.send_signal(number)  # Does nothing to one that has ended.

@@ -100,8 +100,8 @@ class RayLauncher:
         """
         if importlib.util.find_spec("ray") is None:
             raise LaunchError(
-                f"RayLauncher needs Ray, which {sys.executable} does not have: pip install 'clusterenv[ray]', in the "
-                "version that the cluster has."
+                f"RayLauncher needs Ray, which {sys.executable} does not have: pip install 'clusterenv-rl[ray]', in "
+                "the version that the cluster has."
             )
         return RayFleet(self._settings(ticket, num_workers), num_workers, self.log_dir)
 

@@ -420,8 +420,8 @@ _REMEDY = (
     "The usual cause is a learner that clips its updates against the policy that made the data, as plain PPO does: "
     "stale workers then hold it back, and it never moves far enough for them to pull. The remedy is the decoupled "
     "objective: clip against the learner's own recent policy and weight by recent/behaviour probability (the rollout's "
-    "extras hold the behaviour log-probabilities); see docs/sync.md. A lower AdaptiveSync(threshold=...) or "
-    "EveryUpdate() also works. This is harmless if training has converged or the objective is already decoupled: "
+    "extras hold the behaviour log-probabilities); see docs/explanation/sync.md. A lower AdaptiveSync(threshold=...) "
+    "or EveryUpdate() also works. This is harmless if training has converged or the objective is already decoupled: "
     "AdaptiveSync(plateau=None) then saves such pulls."
 )
 _ADVICE = {

@@ -98,7 +98,7 @@ def check_installed() -> None:
         import PIL  # noqa: F401 - as h5py
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"Recording needs Minari with HDF5, but there is no {error.name}: pip install 'clusterenv[minari]'."
+            f"Recording needs Minari with HDF5, but there is no {error.name}: pip install 'clusterenv-rl[minari]'."
         ) from error
 
 

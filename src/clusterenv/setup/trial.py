@@ -85,6 +85,8 @@ def check_factory(assignment: Assignment, timeout_s: float) -> None:
 
 
 def _try(assignment: Assignment, timeout_s: float) -> Description | Failure:
+    if not hasattr(os, "killpg"):
+        return Failure(text="Windows has no way to end a process with all that it has started.", may_be_here_only=True)
     code = pickle_code(assignment, "The factory of environment 0")
     # A file and not a pipe: the description of a space of pixels would fill a pipe, and nobody reads it meanwhile.
     with tempfile.TemporaryFile() as log_file, tempfile.TemporaryFile() as results:

@@ -165,7 +165,7 @@ class Decide(_Message, tag=11, frozen=True):
     copy: Copy | None = None  # as with Adopt
 
 
-class Record(_Message, tag=34, frozen=True):
+class Record(_Message, tag=35, frozen=True):
     """Head to worker: record here the rollouts that stay with you, and no longer elsewhere. Answered by Returned."""
 
     call: int

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import platform
@@ -43,6 +42,8 @@ from clusterenv.wire.semaphore import Chain, Semaphore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+if semaphore.IS_SUPPORTED:
+    import fcntl  # Windows has none, and no use for it: there are memfds on Linux only.
 
 _LINE_BYTES = semaphore.SIZE_BYTES
 _NONCE_BYTES = 64
@@ -60,7 +61,7 @@ BELL_BYTES = 2 * _LINE_BYTES
 _REQUEST_CALL, _REQUEST_SIZE, _REPLY_CALL, _REPLY_SIZE, _SENT, _PROGRESS, _STOP = range(7)
 
 _MOMENT_S = 0.1
-EAGER_S = 1e-3  # How long a worker looks for its next request before it sleeps; see docs/performance.md.
+EAGER_S = 1e-3  # How long a worker looks for its next request before it sleeps; see docs/explanation/performance.md.
 
 
 class SharedMemory:

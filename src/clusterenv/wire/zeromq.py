@@ -11,10 +11,11 @@ header ends with the first frame that is shorter than that; how many frames an a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import struct
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -262,11 +263,8 @@ class HeadSocket:
         if self._local_endpoint is not None:
             remove_endpoint(self._local_endpoint)
         # Without signals: pyzmq forgets a context whose end was interrupted, with its threads and descriptors.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
+        with _no_signals():
             self._context.term()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def find_peer(self, peer: bytes) -> Peer:
         """Return what is known of the sender of the last message."""
@@ -339,6 +337,19 @@ class HeadSocket:
                 self._refusals.warn("refused a connection from %s: it does not hold this run's key", address.decode())
             status, text = (b"200", b"OK") if is_known else (b"400", b"not a worker of this run")
             self._zap.send_multipart([version, request_id, status, text, key.encode(), b""])
+
+
+@contextlib.contextmanager
+def _no_signals() -> Iterator[None]:
+    """Hold signals back, where there is a way to; Windows has none, and nothing of its own that would interrupt."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 class WorkerSocket:

@@ -161,7 +161,7 @@ class JaxPolicy:
             exported = jax.export.export(self._compute, platforms=["cpu"])(arrays, obs, state, _shape((), np.uint32))
             return bytes(exported.serialize())
         except ImportError as error:
-            raise PolicyError(f"{error}: pip install 'clusterenv[jax]', here and where the workers run.") from error
+            raise PolicyError(f"{error}: pip install 'clusterenv-rl[jax]', here and where the workers run.") from error
         except Exception as error:
             raise PolicyError(
                 f"The network cannot be exported for workers: {error}\nIt must compute for any number of "

@@ -30,8 +30,8 @@ _LOG_S = 1.5  # The API server asks the node for it, and goes on asking one that
 _STREAM_S = 75.0  # More than a watch lasts: a connection that is dead without a word is noticed.
 _FORBIDDEN_TO = re.compile(r'cannot (\w+) resource "([\w/.-]+)"')
 RIGHTS_ADVICE = (
-    "The Role that a head needs is in docs/kubernetes.md, and `clusterenv launch kubernetes --head` prints it; an "
-    "administrator of the namespace can give it to you"
+    "The Role that a head needs is in docs/how-to/kubernetes.md, and `clusterenv launch kubernetes --head` prints it; "
+    "an administrator of the namespace can give it to you"
 )
 _BAD_CONFIG = (config.ConfigException, yaml.YAMLError, OSError, LookupError, TypeError, ValueError, AttributeError)
 _MERGE = "application/merge-patch+json"
@@ -255,7 +255,7 @@ def _load(settings: client.Configuration, context: str | None, directory: str) -
         raise Refusal(_explain_config(error, context)) from error
     raise Refusal(
         f"There is no cluster: this is not a Pod, and there is no {os.pathsep.join(map(str, paths))}. "
-        "Set KUBECONFIG, or make a cluster (docs/kubernetes.md begins with kind)."
+        "Set KUBECONFIG, or make a cluster (docs/how-to/kubernetes.md begins with kind)."
     )
 
 

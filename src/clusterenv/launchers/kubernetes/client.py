@@ -328,7 +328,7 @@ class _Client:
         if "No module named" in tail and "clusterenv" in tail.rpartition("No module named")[2][:40]:
             text += (
                 f". Its image has no clusterenv: {self._image(seat)}. Build one that has the same version as here "
-                "(docs/kubernetes.md has a Dockerfile)"
+                "(docs/how-to/kubernetes.md has a Dockerfile)"
             )
         self._tell(seat, PodState("ended", text), tail)
 

@@ -122,7 +122,7 @@ class KubernetesLauncher:
         if importlib.util.find_spec("kubernetes") is None:
             raise LaunchError(
                 "KubernetesLauncher needs the package kubernetes, and it is not installed here: "
-                "pip install 'clusterenv[kubernetes]'"
+                "pip install 'clusterenv-rl[kubernetes]'"
             )
         manifests = self._manifests(secrets.token_hex(4))
         plan = Plan(

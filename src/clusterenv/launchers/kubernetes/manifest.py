@@ -23,7 +23,7 @@ NAME_LABEL = "clusterenv/name"
 USER_LABEL = "clusterenv/user"
 CONTAINER = "worker"
 
-# All that a head does in its namespace. The client checks these before it begins, and docs/kubernetes.md shows them.
+# All that a head does in its namespace. The client checks these before it begins; docs/how-to/kubernetes.md shows them.
 RIGHTS: dict[tuple[str, str], tuple[str, ...]] = {
     ("", "pods"): ("create", "list", "watch", "delete"),
     ("", "pods/log"): ("get",),
@@ -336,7 +336,7 @@ def _import_yaml() -> Any:
     except ImportError as error:
         raise ConfigError(
             "KubernetesLauncher reads and writes YAML, and PyYAML is not installed here: "
-            "pip install 'clusterenv[kubernetes]'"
+            "pip install 'clusterenv-rl[kubernetes]'"
         ) from error
     return yaml
 
