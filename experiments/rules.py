@@ -70,9 +70,10 @@ class Rule:
         assert self.value is not None
         if self.kind == "budget":
             return SyncBudget(pulls_per_update=self.value)
+        # Everywhere: what the rule does on one machine here is to be what it does on many.
         if self.kind == "adaptive" and isinstance(settings, PpoSettings):
-            return AdaptiveSync(self.value)
-        return AdaptiveSync.off_policy(self.value)
+            return AdaptiveSync(self.value, everywhere=True)
+        return AdaptiveSync.off_policy(self.value, everywhere=True)
 
 
 EVERY = Rule("every")
@@ -109,7 +110,17 @@ class Staggered:
         """Return itself: there is nothing to remember."""
         return self
 
-    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
+    def judge(
+        self,
+        own: int,
+        newest: int,
+        divergence: float | None = None,
+        num_workers: int = 1,
+        *,
+        num_all: int = 1,
+        pull_bytes: int = 0,
+        now_s: float = 0.0,
+    ) -> Verdict:
         """Let the holders of the first version leave it evenly over the first period; then each keeps its turn."""
         if own >= newest:
             return Verdict(False, Reason.CURRENT)

@@ -188,7 +188,7 @@ def test_random_choices_follow_from_an_episodes_seed_alone(make: Any) -> None:
 
 
 def by_torch(obs: Any) -> Any:
-    return torch.distributions.Categorical(logits=torch.as_tensor(obs)).sample().numpy()
+    return torch.distributions.Categorical(logits=torch.as_tensor(obs)).sample().numpy()  # type: ignore[no-untyped-call]
 
 
 def by_numpy(obs: Any) -> Any:
@@ -207,7 +207,7 @@ def sampling_network() -> TorchPolicy:
     torch.manual_seed(6)
 
     def choose(module: Any, obs: Any) -> Any:
-        return torch.distributions.Categorical(logits=module(obs)).sample()
+        return torch.distributions.Categorical(logits=module(obs)).sample()  # type: ignore[no-untyped-call]
 
     return TorchPolicy(Network64(), act=choose)
 
@@ -217,7 +217,7 @@ def sampling_memory() -> TorchPolicy:
 
     def choose(module: Any, obs: Any, state: Any) -> dict[str, Any]:
         memory = module[0](obs, state["h"])
-        chosen = torch.distributions.Categorical(logits=4 * module[1](memory)).sample()
+        chosen = torch.distributions.Categorical(logits=4 * module[1](memory)).sample()  # type: ignore[no-untyped-call]
         return {"action": chosen, "state": {"h": memory}}
 
     return TorchPolicy(

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_every_learner_changes_its_policy_and_is_evaluated_before_and_after(
     pytest.importorskip(module)
     from experiments.training import train  # Needs torch.
 
-    small = {"num_steps": 4} if task != "ppo-halfcheetah" else {"num_steps": 16, "num_envs": 4}
+    small: dict[str, Any] = {"num_steps": 4} if task != "ppo-halfcheetah" else {"num_steps": 16, "num_envs": 4}
     settings = replace(TASKS[task], steps=steps, eval_episodes=2, num_workers=1, **small)
     with Record(tmp_path / "run.csv", settings) as record:
         train(settings, ADAPTIVE, 1, record)

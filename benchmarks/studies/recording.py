@@ -90,6 +90,7 @@ def measure(task: str, rounds: int, seconds: float) -> str:
                     adding += cost_s
         began = time.perf_counter()
         made = recorder.close()
+        assert made is not None, "it was recorded here"
         close_s = time.perf_counter() - began
         size_bytes = sum(file.stat().st_size for file in Path(scratch).rglob("*") if file.is_file())
     ratio = spread(np.array(rates[True]) / np.array(rates[False]))

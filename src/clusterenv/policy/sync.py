@@ -18,7 +18,8 @@ from clusterenv.policy.measure import MEASURES, Measure
 
 # As a fraction of the threshold. A divergence below this is negligible, and how it changes is noise.
 _NEGLIGIBLE = 0.05
-# Larger weights are taken from shared memory in less time than the newest policy takes on a pool; see docs/explanation/sync.md.
+# Larger weights are taken from shared memory in less time than the newest policy takes on a pool; see
+# docs/explanation/sync.md.
 _CHEAP_CHECK_BYTES = 128 << 10
 _MAX_COURSES = 64  # Versions are held for a while; of those that are not any more the tracker is not told.
 
