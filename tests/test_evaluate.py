@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -186,6 +187,113 @@ def test_random_choices_follow_from_an_episodes_seed_alone(make: Any) -> None:
     assert lengths == [row[2] for row in play_plainly(Uneven(), act, range(30))]
 
 
+def draw(logits: Any) -> Any:
+    distribution: Any = torch.distributions.Categorical(logits=logits)
+    return distribution.sample()
+
+
+def by_torch(obs: Any) -> Any:
+    return draw(torch.as_tensor(obs)).numpy()
+
+
+def by_numpy(obs: Any) -> Any:
+    return np.where(np.random.random(len(obs)) < 0.5, np.random.randint(3, size=len(obs)), np.argmax(obs, axis=1))
+
+
+def by_python(obs: Any) -> Any:
+    return np.array([random.randrange(3) for _ in obs])
+
+
+def by_choice(obs: Any, rng: Any) -> Any:
+    return rng.choice(3, size=len(obs))
+
+
+def sampling_network() -> TorchPolicy:
+    torch.manual_seed(6)
+
+    def choose(module: Any, obs: Any) -> Any:
+        return draw(module(obs))
+
+    return TorchPolicy(Network64(), act=choose)
+
+
+def sampling_memory() -> TorchPolicy:
+    torch.manual_seed(7)
+
+    def choose(module: Any, obs: Any, state: Any) -> dict[str, Any]:
+        memory = module[0](obs, state["h"])
+        return {"action": draw(4 * module[1](memory)), "state": {"h": memory}}
+
+    return TorchPolicy(
+        nn.ModuleList([nn.GRUCell(3, 8), nn.Linear(8, 3)]),
+        act=choose,
+        initial_state=lambda count: {"h": torch.zeros(count, 8)},
+    )
+
+
+def forgetful_network() -> TorchPolicy:
+    torch.manual_seed(8)
+    return TorchPolicy(nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 3)).train(), output="q")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda agent=agent: agent for agent in (by_torch, by_numpy, by_python, by_choice)),
+        *(sampling_network, sampling_memory, forgetful_network),
+    ],
+    ids=["torch", "numpy", "python", "choice", "a network", "a recurrent one", "dropout"],
+)
+def test_an_agent_whose_own_code_draws_has_the_same_table_whatever_runs_beside_an_episode(make: Any) -> None:
+    tables = []
+    for num_envs in (1, 9):
+        with ClusterEnv(Uneven, num_envs, num_workers=0) as envs:
+            evaluation = envs.evaluate(make(), 15, seed=7)
+            assert evaluation.is_repeatable
+            tables.append(rows_of(evaluation))
+            assert rows_of(envs.evaluate(make(), 15, seed=8))[:-1] == tables[-1][1:]
+    assert tables[0] == tables[1] != play_plainly(Uneven(), act, range(7, 22))
+
+
+def test_what_an_agents_own_code_draws_is_the_same_on_workers() -> None:
+    tables = []
+    for num_workers, num_envs in ((0, 3), (2, 5)):
+        with ClusterEnv(Uneven, num_envs, num_workers=num_workers) as envs:
+            tables.append([rows_of(envs.evaluate(agent, 15)) for agent in (sampling_memory(), by_numpy, by_choice)])
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize("agent", [by_numpy, by_python])
+def test_an_agent_that_draws_beside_environments_that_do_leaves_them_their_numbers(agent: Any) -> None:
+    class Drawing(Uneven):
+        def step(self, action: Any) -> Any:
+            obs, _, *others = super().step(action)
+            return obs, random.random() + float(np.random.random()), *others
+
+    with ClusterEnv(Drawing, 1, num_workers=0) as envs:
+        returns = envs.evaluate(agent, 30, seed=7).returns
+    assert len(set(returns.tolist())) == 30
+
+
+def draw_late(obs: Any) -> Any:
+    return np.where(obs[:, 0] > 0.5, np.random.randint(3, size=len(obs)), 0) if (obs[:, 0] > 0.5).any() else act(obs)
+
+
+def test_an_agent_that_begins_to_draw_later_is_said_to_be_not_repeatable(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    seeds = [seed for seed in range(100) if Uneven().reset(seed=seed)[0][0] < 0.5][:40]
+    with ClusterEnv(Uneven, 4, num_workers=1) as envs:
+        evaluation = envs.evaluate(draw_late, seed=seeds, resume=tmp_path / "eval.jsonl")
+        again = envs.evaluate(draw_late, seed=seeds, resume=tmp_path / "eval.jsonl")
+    assert again.manifest["resumed_episodes"] == len(seeds)
+    for each in (evaluation, again):
+        assert not each.is_repeatable
+        assert not each.to_dict()["is_repeatable"]
+        assert "another evaluation may differ" in str(each)
+    assert "drew random numbers that episodes share" in caplog.text
+
+
 def test_a_deterministic_evaluation_takes_the_most_likely_actions() -> None:
     with ClusterEnv(Uneven, 4, num_workers=2) as envs:
         assert rows_of(envs.evaluate(Dice(), seed=SEEDS, deterministic=True)) == plain_table()
@@ -338,13 +446,15 @@ def test_evaluations_use_as_many_environments_as_they_may(tmp_path: Path) -> Non
         ({"episodes": 0}, "episodes must be an int of at least 1"),
         ({"episodes": 2.5}, "episodes must be an int"),
         ({"seed": [1, 2, 1]}, "Seed 1 is given more than once"),
-        ({"seed": []}, "there are 0 seeds"),
+        ({"seed": []}, "seed is an empty list: give one seed per episode"),
         ({"seed": [1, 2], "episodes": 3}, "there are 2 seeds"),
         ({"seed": -1}, "Seeds must be from 0"),
         ({"seed": 2**63}, "Seeds must be from 0"),
         ({"seed": None}, "seed must be an int"),
         ({"seed": "0"}, "seed must be an int"),
-        ({"options": [{}]}, "one per episode"),
+        ({"options": [{}]}, "a list of 100 dicts, one per episode, got a list: 1"),
+        ({"options": [{}, 3], "episodes": 2}, "got a list: one with 3 in it"),
+        ({"resume": 3}, "resume must be the name of a file, such as 'eval.jsonl', got 3"),
         ({"options": 3}, "options must be a dict"),
         ({"max_steps": 0}, "max_steps must be"),
         ({"num_envs": 0}, "num_envs must be"),
@@ -367,6 +477,40 @@ def test_environments_that_differ_are_refused() -> None:
     envs = ClusterEnv(Uneven, 2, num_workers=0, observation_mode="different")
     with envs, pytest.raises(ConfigError, match="all alike"):
         envs.evaluate(act, 2)
+
+
+class Longer(Uneven):
+    """Another kind."""
+
+
+def make_some(index: int) -> Any:
+    return lambda: Uneven() if index >= 0 else Longer()
+
+
+def test_a_list_of_factories_that_make_different_environments_is_refused(backend: Backend) -> None:
+    with (
+        ClusterEnv([make_some(0), make_some(-1)], **backend) as envs,
+        pytest.raises(ConfigError, match=r"environment 0 is .*Uneven .*environment 1 is .*Longer.*for each kind"),
+    ):
+        envs.evaluate(act, 2)
+    makers = [functools.partial(gym.make, "FrozenLake-v1", is_slippery=slips) for slips in (True, False)]
+    with (
+        ClusterEnv(makers, num_workers=0) as envs,
+        pytest.raises(ConfigError, match=r"is_slippery=True.*is_slippery=False"),
+    ):
+        envs.evaluate(lambda obs: np.zeros(len(obs), np.int64), 2)
+
+
+def test_factories_that_differ_in_a_number_only_are_taken_for_alike(caplog: pytest.LogCaptureFixture) -> None:
+    with ClusterEnv([make_some(index) for index in range(3)], num_workers=0) as envs:
+        for _ in range(2):
+            assert rows_of(envs.evaluate(act, seed=SEEDS)) == plain_table()
+    assert caplog.text.count("evaluate() uses environments that the first factory makes") == 1
+    caplog.clear()
+    makers = [lambda index=index: gym.make("CartPole-v1") for index in range(3)]
+    with ClusterEnv(makers, num_workers=0) as envs:
+        assert len(envs.evaluate(lambda obs: np.zeros(len(obs), np.int64), 2)) == 2
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -99,19 +100,20 @@ def test_what_a_file_holds_is_not_played_again(backend: Backend, tmp_path: Path)
 
 
 HEAD = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 from clusterenv import ClusterEnv
-from tests.uneven import SignalsTheHead, Uneven, act
+from tests.uneven import SignalsTheHead, Uneven, act, rows_of
 scratch, num_workers = Path(sys.argv[1]), int(sys.argv[2])
-mishap = SignalsTheHead(scratch, os.getpid(), signal.SIGKILL, 33, scratch / "eval.jsonl")
 
 def make():
-    return Uneven(mishap)
+    return Uneven(SignalsTheHead(scratch, int(os.environ["HEAD_PID"]), signal.SIGKILL, 33, scratch / "eval.jsonl"))
 
 if __name__ == "__main__":
+    os.environ["HEAD_PID"] = str(os.getpid())
     with ClusterEnv(make, 4, num_workers=num_workers) as envs:
-        envs.evaluate(act, 60, resume=scratch / "eval.jsonl")
+        evaluation = envs.evaluate(act, 60, resume=scratch / "eval.jsonl")
+    print(json.dumps([evaluation.manifest["resumed_episodes"], rows_of(evaluation)]))
 """
 
 
@@ -129,12 +131,11 @@ def test_an_evaluation_whose_head_was_killed_goes_on_where_it_was(tmp_path: Path
     with ClusterEnv(Uneven, 3, num_workers=0) as envs, pytest.raises(ConfigError, match="another evaluation"):
         envs.evaluate(act, 60, resume=path)  # Made by another factory, as far as that can be known.
 
-    script: dict[str, Any] = {"Uneven": Uneven, "mishap": None}
-    exec("def make():\n    return Uneven(mishap)\n", script)
-    with ClusterEnv(script["make"], 3, num_workers=0) as envs:
-        evaluation = envs.evaluate(act, 60, resume=path)
-    assert evaluation.manifest["resumed_episodes"] == num_kept
-    assert rows_of(evaluation) == play_plainly(Uneven(), act, range(60))
+    ended = subprocess.run(arguments, cwd=ROOT, capture_output=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr.decode()
+    num_resumed, table = json.loads(ended.stdout)
+    assert num_resumed == num_kept
+    assert list(map(tuple, table)) == play_plainly(Uneven(), act, range(60))
     assert Counter(line["episode"] for line in lines_of(path)[1:]) == Counter(range(60))
 
 
@@ -222,6 +223,72 @@ def test_a_file_of_environments_that_are_made_otherwise_is_refused(tmp_path: Pat
         pytest.raises(ConfigError, match="made by other code, or with other arguments"),
     ):
         envs.evaluate(act, 3, resume=path)
+
+
+SIZE = 1
+
+
+def by_global() -> Any:
+    return Shifted(SIZE)
+
+
+class Maker:
+    """Makes environments in a method, which refers to a global."""
+
+    def make(self) -> Any:
+        return Shifted(SIZE)
+
+    def __call__(self) -> Any:
+        return self.make()
+
+
+@pytest.mark.parametrize("make", [by_global, Maker().make, Maker()], ids=["a function", "a method", "an object"])
+def test_a_file_of_environments_that_a_global_makes_different_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    path = tmp_path / "eval.jsonl"
+    for _ in range(2):
+        with ClusterEnv(make, 1, num_workers=0) as envs:
+            envs.evaluate(act, 3, resume=path)
+    monkeypatch.setattr(sys.modules[__name__], "SIZE", 2)
+    with (
+        ClusterEnv(make, 1, num_workers=0) as envs,
+        pytest.raises(ConfigError, match="made by other code, or with other arguments"),
+    ):
+        envs.evaluate(act, 3, resume=path)
+
+
+def test_a_file_of_environments_whose_class_was_changed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "eval.jsonl"
+
+    def make_class(shift: float) -> type[Uneven]:
+        class Edited(Uneven):
+            def step(self, action: Any) -> Any:
+                obs, reward, *others = super().step(action)
+                return obs, reward + shift, *others
+
+        return Edited
+
+    with ClusterEnv(make_class(0.0), 1, num_workers=0) as envs:
+        envs.evaluate(act, 3, resume=path)
+        assert envs.evaluate(act, 4, resume=path).manifest["resumed_episodes"] == 3
+    with ClusterEnv(make_class(1.0), 1, num_workers=0) as envs, pytest.raises(ConfigError, match="made by other code"):
+        envs.evaluate(act, 3, resume=path)
+
+
+def test_two_evaluations_do_not_write_to_one_file_at_once(tmp_path: Path) -> None:
+    path, refused = tmp_path / "eval.jsonl", tmp_path / "refused"
+
+    def try_too(env: Uneven) -> None:
+        if not refused.exists():
+            with ClusterEnv(Uneven, 1, num_workers=0) as others, pytest.raises(ConfigError) as caught:
+                others.evaluate(act, 3, resume=path)
+            refused.write_text(str(caught.value))
+
+    with ClusterEnv(lambda: Uneven(try_too), 2, num_workers=0) as envs:
+        envs.evaluate(act, 5, resume=path)
+        assert re.match(r"Another evaluation is writing to .*eval.jsonl at this moment", refused.read_text())
+        assert envs.evaluate(act, 6, resume=path).manifest["resumed_episodes"] == 5
 
 
 ANEW = """
@@ -376,14 +443,14 @@ def test_a_player_whose_episodes_get_nowhere_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "lie",
-    [[0, 1.0, 0, True, False, False], [0, 1.0, 8, True, False, False], [0, 1.0, 2**70, True, False, False]]
-    + [[0, 1.0, 3, False, False, False], [0, 1, 3, True, False, False], [0, 1.0, 3, 1, 0, 0]],
+    [[0, 1.0, 0, True, False], [0, 1.0, 8, True, False], [0, 1.0, 2**70, True, False]]
+    + [[0, 1.0, 3, False, False], [0, 1, 3, True, False], [0, 1.0, 3, 1, 0]],
 )
 def test_what_cannot_be_said_of_an_episode_is_refused(lie: list[Any]) -> None:
     info = values.dumps({})
-    assert read_finished([[0, 1.0, 7, True, False, False, info]], max_steps=7)[0].length == 7
+    assert read_finished([[0, 1.0, 7, True, False, False, False, info]], max_steps=7)[0].length == 7
     with pytest.raises(WireError):
-        read_finished([[*lie, info]], max_steps=7)
+        read_finished([[*lie, False, False, info]], max_steps=7)
 
 
 @pytest.mark.parametrize("change", [{"episode": -1}, {"length": 0}, {"length": 2**70}, {"truncated": "no"}])

@@ -176,6 +176,7 @@ class ClusterEnv(BackedVectorEnv):
         self._is_exchanging = False  # Whether `send` or `recv` may have left something behind.
         self._agent: tuple[object, tuple[str, ...] | None, Policy] | None = None
         self._stream: Stream | InlineStream | None = None
+        self._are_alike = False  # Whether it is known that the environments are all of one kind.
         self._recorder: weakref.ref[object] | None = None  # Who lets the workers record.
 
     @property
@@ -538,6 +539,7 @@ class ClusterEnv(BackedVectorEnv):
 
     def _scene(self) -> Scene:
         """Return what evaluations take place in."""
+        from clusterenv.evaluation.alike import check_alike
         from clusterenv.evaluation.evaluate import Scene
 
         if self._factories.plain is None:
@@ -552,6 +554,9 @@ class ClusterEnv(BackedVectorEnv):
             )
         check_collectable(*self._rollouts.layouts)
         factory = self._factories.plain[0]
+        if not self._are_alike:
+            check_alike(self._factories.plain, lambda describe: self.apply(describe, range(self.num_envs)))
+            self._are_alike = True
         return Scene(
             factory=factory,
             env_name=describe_factory(factory) if self.spec is None else self.spec.id,

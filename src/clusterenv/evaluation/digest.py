@@ -1,7 +1,8 @@
 """Digest: what tells a value from others, or the code of one function from another's, the same in every process.
 
 No hash of Python's own, no text with an address and no order of a set gets into it. A function is told by its code and
-that of the functions in it, its defaults and what it has closed over; not by globals, nor by what it calls by name.
+that of the functions in it, its defaults and what it has closed over. If it is the user's own, and not of something
+that is installed, so are the globals that it names; a class of the user's own is told by what its body holds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import functools
 import hashlib
 import random
 import struct
+import sys
+import sysconfig
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,6 +25,8 @@ from clusterenv.errors import ConfigError
 
 _GENERATORS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
+
+_INSTALLED = {"site-packages", "dist-packages"}  # Where packages are, whichever environment they are of.
 
 _OWN_FLAGS = 0xFFFF  # Of a code object; those above say which features of the future its file has asked for.
 
@@ -94,14 +100,25 @@ class _Digester:
             return self._digest_code(value)
         if isinstance(value, FunctionType):
             cells = [_read_cell(cell) for cell in value.__closure__ or ()]
-            return self._join("function", [value.__code__, value.__defaults__, value.__kwdefaults__, cells])
+            found = _globals_of(value) if self._looks_into(value) else {}
+            return self._join("function", [value.__code__, value.__defaults__, value.__kwdefaults__, cells, found])
         if isinstance(value, MethodType):
             return self._join("method", [value.__func__, value.__self__])
         if isinstance(value, functools.partial):
             return self._join("partial", [value.func, value.args, value.keywords])
+        if isinstance(value, property | functools.cached_property):
+            parts = value.func if isinstance(value, functools.cached_property) else (value.fget, value.fset, value.fdel)
+            return self._join("property", [parts])
+        if isinstance(value, type) and self._looks_into(value):
+            bases = [base for base in value.__mro__[1:] if _is_own(base.__module__)]
+            return _join("class", [_name(value), self.digest(_body_of(value)), self._join("bases", bases)])
         if isinstance(value, type | BuiltinFunctionType | ModuleType | np.ufunc):
             return _join("name", [_name(value)])
         return self._digest_object(value)
+
+    def _looks_into(self, value: Any) -> bool:
+        """Whether what a function or class refers to counts: not in plain values, which need not hold any of it."""
+        return not self._is_strict and _is_own(value.__module__)
 
     def _digest_code(self, code: CodeType) -> bytes:
         flags = code.co_flags & _OWN_FLAGS
@@ -114,7 +131,7 @@ class _Digester:
         return self._join("array", [array.dtype.str, array.shape, items])
 
     def _digest_object(self, value: Any) -> bytes:
-        name = _name(type(value))
+        name = self.digest(type(value)) if self._looks_into(type(value)) else _name(type(value))
         if isinstance(value, _GENERATORS):
             return self._digest_generator(value)
         if isinstance(value, Space):  # It may hold a generator, which is made when it is first used.
@@ -163,6 +180,38 @@ class _Digester:
 
     def _join_items(self, kind: str, items: Mapping[Any, Any]) -> bytes:
         return _join(kind, sorted(self.digest(key) + self.digest(value) for key, value in items.items()))
+
+
+@functools.cache
+def _is_own(module: str | None) -> bool:
+    """Whether a module is the user's own: a script, or a file that is not where packages are installed."""
+    if module == "__main__":
+        return True
+    place = getattr(sys.modules.get(module or ""), "__file__", None)
+    if place is None or (module or "").partition(".")[0] == "clusterenv":
+        return False
+    library = Path(sysconfig.get_path("stdlib"))
+    return library not in Path(place).parents and not _INSTALLED & set(Path(place).parts)
+
+
+def _globals_of(function: FunctionType) -> dict[str, Any]:
+    """Return the globals that a function, or one in it, refers to by name."""
+    names: set[str] = set()
+    codes = [function.__code__]
+    for code in codes:  # Which grows meanwhile.
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    # In an order of their own: where things refer to each other, it matters which of them is met first.
+    return {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
+
+
+def _body_of(kind: type) -> dict[str, Any]:
+    """Return what a class itself holds, but for what Python adds to it."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not (name.startswith("__") and name.endswith("__")) or isinstance(value, FunctionType)
+    }
 
 
 def _is_code(name: object, value: object) -> bool:

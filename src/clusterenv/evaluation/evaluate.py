@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import time
 from collections import Counter
@@ -32,6 +33,8 @@ from clusterenv.policy.weights import WeightsSpec
 from clusterenv.wire.assignment import EnvFactory, EvaluationPlan
 from clusterenv.wire.layout import Layout
 from clusterenv.wire.messages import Episode
+
+log = logging.getLogger(__name__)
 
 _DEFAULT_EPISODES = 100
 _ENDLESS_STEPS = 100_000  # Without max_steps, an episode that takes more is taken for one that never ends.
@@ -98,6 +101,8 @@ def evaluate(backend: PlayingBackend, scene: Scene, policy: Policy, agent: objec
     started, started_at = time.perf_counter(), datetime.now(UTC)
     if not isinstance(wish.deterministic, bool):
         raise ConfigError(f"deterministic must be True or False, got {wish.deterministic!r}.")
+    if wish.resume is not None and not isinstance(wish.resume, str | os.PathLike):
+        raise ConfigError(f"resume must be the name of a file, such as 'eval.jsonl', got {wish.resume!r}.")
     max_steps = None if wish.max_steps is None else whole_number("max_steps", wish.max_steps, least=1)
     episodes, digests = read_episodes(wish.episodes, wish.seed, wish.options)
     num_envs = min(_count_envs(wish.num_envs, scene.num_envs), len(episodes))
@@ -148,7 +153,13 @@ def evaluate(backend: PlayingBackend, scene: Scene, policy: Policy, agent: objec
         "seconds": round(time.perf_counter() - started, 3),
         "resumed_episodes": num_found,
     }
-    return _tabulate([finished[episode.index] for episode in episodes], episodes, manifest)
+    table = [finished[episode.index] for episode in episodes]
+    if any(each.was_mixed for each in table):
+        log.warning(
+            "the agent drew random numbers that episodes share, though not in their first steps: another evaluation "
+            "may give another table. Let it draw in every step, or from the rng that a policy function is given."
+        )
+    return _tabulate(table, episodes, manifest)
 
 
 def _play(
@@ -187,7 +198,9 @@ def read_episodes(episodes: int | None, seed: Any, options: Any) -> tuple[list[E
         seeds = [int(seed) + index for index in range(count)]
     elif isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str):
         seeds = [whole_number("A seed of evaluate()", item, least=0) for item in seed]
-        if not seeds or episodes not in (None, len(seeds)):
+        if not seeds:
+            raise ConfigError("seed is an empty list: give one seed per episode.")
+        if episodes not in (None, len(seeds)):
             raise ConfigError(f"episodes={episodes}, but there are {len(seeds)} seeds: leave episodes out.")
     else:
         raise ConfigError(f"seed must be an int, or a list with one per episode, got {seed!r}.")
@@ -203,8 +216,12 @@ def read_episodes(episodes: int | None, seed: Any, options: Any) -> tuple[list[E
             )
     elif isinstance(options, Sequence) and not isinstance(options, str):
         each = options
-        if len(each) != len(seeds) or not all(item is None or isinstance(item, dict) for item in each):
-            raise ConfigError(f"options must be a dict, or a list of {len(seeds)} dicts, one per episode.")
+        odd = [item for item in each if item is not None and not isinstance(item, dict)]
+        if odd or len(each) != len(seeds):
+            got = f"one with {odd[0]!r} in it" if odd else f"{len(each)}"
+            raise ConfigError(
+                f"options must be a dict, or a list of {len(seeds)} dicts, one per episode, got a list: {got}."
+            )
     else:
         raise ConfigError(f"options must be a dict, or a list with one per episode, got {options!r}.")
     pickled: dict[int, bytes] = {id(item): cloudpickle.dumps(item) for item in each if item is not None}
@@ -262,5 +279,6 @@ def _tabulate(table: Sequence[Finished], episodes: Sequence[Episode], manifest: 
         terminated=np.array([each.terminated for each in table], np.bool_),
         truncated=np.array([each.truncated for each in table], np.bool_),
         final_infos=[each.info for each in table],
+        is_repeatable=not any(each.was_mixed for each in table),
         manifest=manifest,
     )

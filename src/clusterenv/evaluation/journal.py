@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import fcntl
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,9 +24,12 @@ from clusterenv.head.evaluating import Finished
 from clusterenv.wire import values
 from clusterenv.wire.messages import Episode
 
+log = logging.getLogger(__name__)
+
 _FORMAT = 1
 _MARK = "clusterenv_evaluation"
 _MAX_LENGTH = 2**63
+_RARE = ("was_cut", "was_mixed")
 _DIGESTS = {
     "policy": "another policy, or other weights or code",
     "factory": "environments that were made by other code, or with other arguments",
@@ -50,7 +55,7 @@ class Journal:
             digests: Of each episode's options.
 
         Raises:
-            ConfigError: It is another evaluation's file, or none at all.
+            ConfigError: It is another evaluation's file, or none at all, or one that is going on writes to it.
             JournalError: It cannot be read or written.
         """
         self.finished: dict[int, Finished] = {}
@@ -64,6 +69,7 @@ class Journal:
         except OSError as error:
             raise JournalError(f"resume={str(path)!r} cannot be opened: {error.strerror}.") from error
         try:
+            self._lock()
             self._read(header)
         except BaseException:
             self._file.close()
@@ -84,8 +90,9 @@ class Journal:
             "terminated": finished.terminated,
             "truncated": finished.truncated,
         }
-        if finished.was_cut:
-            line["was_cut"] = True
+        for name in _RARE:
+            if getattr(finished, name):
+                line[name] = True
         if self._digests[finished.index]:
             line["options"] = self._digests[finished.index]
         if _is_plain(finished.info):
@@ -101,6 +108,18 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+    def _lock(self) -> None:
+        """Let nobody else write to the file while it is open here; with the process, the lock ends in any case."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"Another evaluation is writing to {self._path} at this moment: wait until it has ended, or give "
+                "resume= another name."
+            ) from error
+        except OSError:  # Some network file systems have no locks.
+            log.debug("%s cannot be locked", self._path, exc_info=True)
 
     def _read(self, header: Mapping[str, Any]) -> None:
         self._file.seek(0)
@@ -155,7 +174,7 @@ class Journal:
             )
         info = line["info"] if "info" in line else values.loads(base64.b64decode(line["packed_info"]))
         self.finished[index] = Finished(
-            index, line["return"], length, *ending, was_cut=bool(line.get("was_cut", False)), info=info
+            index, line["return"], length, *ending, **{name: bool(line.get(name)) for name in _RARE}, info=info
         )
 
     def _write(self, line: Mapping[str, Any]) -> None:

@@ -27,6 +27,8 @@ class Evaluation:
         terminated: Whether it ended by itself.
         truncated: Whether it was cut short, by its environment or at `max_steps`.
         final_infos: The info of each one's last step.
+        is_repeatable: Whether the agent's random numbers are each episode's own. If not, another evaluation may give
+            another table: it depends on which episodes were played side by side.
         manifest: What the table was made with: versions, commit, host, launcher, settings, duration.
     """
 
@@ -36,6 +38,7 @@ class Evaluation:
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     final_infos: list[dict[str, Any]]
+    is_repeatable: bool = True
     manifest: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -89,7 +92,7 @@ class Evaluation:
         low, high = self.interval
         figures = {"episodes": len(self), "mean": self.mean, "low": low, "high": high, "iqm": self.iqm, "std": self.std}
         table = {name: column.tolist() for name, column in self._columns().items()}
-        return {**figures, "table": table, "manifest": dict(self.manifest)}
+        return {**figures, "is_repeatable": self.is_repeatable, "table": table, "manifest": dict(self.manifest)}
 
     def __str__(self) -> str:
         low, high = self.interval
@@ -105,6 +108,8 @@ class Evaluation:
         ]
         if count == 1:
             lines[1:3] = [f"  return  {self.mean:.6g}"]
+        if not self.is_repeatable:
+            lines.append("  another evaluation may differ: episodes share the agent's random numbers")
         return "\n".join(lines)
 
     def __repr__(self) -> str:

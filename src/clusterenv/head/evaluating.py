@@ -31,6 +31,7 @@ class Finished:
     Attributes:
         index: In the evaluation's table.
         was_cut: Whether it has reached `max_steps`, and only therefore is truncated.
+        was_mixed: Whether the policy's random numbers depend on what was played beside it.
         info: Of its last step.
     """
 
@@ -40,6 +41,7 @@ class Finished:
     terminated: bool
     truncated: bool
     was_cut: bool
+    was_mixed: bool
     info: dict[str, Any]
 
 
@@ -144,11 +146,11 @@ def read_finished(answer: Any, max_steps: int) -> list[Finished]:
     finished = []
     for item in checked_list(answer):
         each = checked_list(item, len(fields(Finished)))
-        if list(map(type, each)) != [int, float, int, bool, bool, bool, bytes]:
+        if list(map(type, each)) != [int, float, int, bool, bool, bool, bool, bytes]:
             raise WireError("What it says of an episode is malformed.")
-        index, total, length, terminated, truncated, was_cut, info = each
+        index, total, length, terminated, truncated, was_cut, was_mixed, info = each
         if not 1 <= length <= max_steps or not (terminated or truncated):
             raise WireError("What it says of an episode's end cannot be.")
-        ending = terminated, truncated, was_cut
+        ending = terminated, truncated, was_cut, was_mixed
         finished.append(Finished(index, total, length, *ending, checked_dict(values.loads(info))))
     return finished

@@ -249,6 +249,11 @@ class _DeliveredPolicy:
         if isinstance(self._policy, BasePolicy):
             self.use_generator = self._policy.use_generator
 
+    @property
+    def chance(self) -> object:
+        """What the policy's own code draws from, if it says so: another value after every draw."""
+        return getattr(self._policy, "chance", None)
+
     def weights(self) -> dict[str, Array]:
         return {**self._policy.weights(), **self._delivered.weights()}
 

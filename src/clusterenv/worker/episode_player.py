@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +15,11 @@ from gymnasium import Env
 from numpy.typing import NDArray
 
 from clusterenv.policy.episode_generator import EpisodeGenerator
-from clusterenv.policy.policy import Policy, State, start_episodes
+from clusterenv.policy.policy import Decision, Policy, State, start_episodes
 from clusterenv.wire import values
 from clusterenv.wire.assignment import EnvFactory, EvaluationPlan, RunSpaces
 from clusterenv.wire.layout import Layout
+from clusterenv.worker.chance import Chance, OwnGenerators
 from clusterenv.worker.choices import Choices, checked_state
 from clusterenv.worker.error_budget import ErrorBudget
 from clusterenv.worker.making import check_spaces, make_env
@@ -35,6 +34,9 @@ ROWS = 8
 It may depend on which row it is, too: to the last bits, kernels compute some rows in other ways than others. Episode i
 therefore always has row i modulo `ROWS`.
 """
+
+
+_HOW_MANY = f"(An evaluation lets the policy decide for {ROWS} episodes at a time, or for one, whatever num_envs is.)"
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,14 @@ class EpisodePlayer:
         self._seats: list[_Seat] = []
         self._free: list[_Seat] = []
         self._batches: list[_Batch] = []
+        self._generators = OwnGenerators()
 
     def begin(self, plan: EvaluationPlan, num_envs: int) -> None:
         """Begin another evaluation, with as many environments; those of the last one are used again.
 
         What was under way is forgotten.
         """
-        with self._closing_after_errors(), _own_chance():
+        with self._closing_after_errors(), self._generators.used():
             policy: Policy = plan.policy
             policy.load(plan.weights_spec.decode(plan.weights))
             policy.seed(plan.seed)
@@ -99,7 +102,7 @@ class EpisodePlayer:
                 env = self._seats[-1].env
                 check_spaces(env.observation_space, env.action_space, self._spaces)
             self._free = self._seats[::-1]
-            self._plan, self._batches = plan, []
+            self._plan, self._batches, self._chance = plan, [], Chance(policy)
 
     def play(self, tasks: Sequence[Task], limit_s: float) -> tuple[list[list[Any]], list[int]]:
         """Play until the time is up, or an environment is free and there is something to report.
@@ -109,12 +112,13 @@ class EpisodePlayer:
             limit_s: How long; then the step under way is finished.
 
         Returns:
-            What is over: `[index, return, length, terminated, truncated, whether it was cut at max_steps, info]`, the
-            last encoded as a value. And the indices of the tasks that were not begun.
+            What is over: `[index, return, length, terminated, truncated, whether it was cut at max_steps, whether its
+            random numbers depend on what was played beside it, info]`, the last encoded as a value. And the indices of
+            the tasks that were not begun.
         """
         queue, finished = deque(tasks), list[list[Any]]()
         deadline = time.monotonic() + limit_s
-        with self._closing_after_errors(), _own_chance():
+        with self._closing_after_errors(), self._generators.used():
             while True:
                 self.is_stepping = True
                 while queue and self._free:
@@ -122,7 +126,11 @@ class EpisodePlayer:
                 for batch in self._batches:
                     if batch.num_under_way:
                         self.is_stepping = False
-                        actions = batch.decide()
+                        try:
+                            actions = batch.decide()
+                        except Exception as error:
+                            error.add_note(_HOW_MANY)
+                            raise
                         self.is_stepping = True
                         self._free += batch.step(actions, finished)
                         self._tick()
@@ -146,7 +154,7 @@ class EpisodePlayer:
                         del queue[position]
                         batch.start(task, self._free.pop())
                         return
-        self._batches.append(_Batch(self._plan, self._spaces, self._forgives, self._tick))
+        self._batches.append(_Batch(self._plan, self._spaces, self._forgives, self._tick, self._chance))
         self._batches[-1].start(queue.popleft(), self._free.pop())
 
     @contextlib.contextmanager
@@ -177,12 +185,14 @@ class _UnderWay:
 
 
 class _Batch:
-    """Up to `ROWS` episodes, for which the policy decides at once.
+    """Up to `ROWS` episodes, for which the policy decides at once, or for one after another if it draws for all alike.
 
     Rows in which nothing is under way show what they showed last, or what another one shows.
     """
 
-    def __init__(self, plan: EvaluationPlan, spaces: RunSpaces, forgives: bool, tick: Callable[[], None]) -> None:
+    def __init__(
+        self, plan: EvaluationPlan, spaces: RunSpaces, forgives: bool, tick: Callable[[], None], chance: Chance
+    ) -> None:
         self.num_under_way = 0
         self._spaces = spaces
         self._forgives = forgives
@@ -193,6 +203,8 @@ class _Batch:
         ]
         self._put = ObservationWriter(self._layout, self._arrays, ROWS).put
         self._choices = Choices(spaces.action_space, ROWS)
+        self._choices_of_one = Choices(spaces.action_space, 1)
+        self._chance = chance
         self._rng = EpisodeGenerator(ROWS)
         self._policy: Policy = plan.policy
         self._use_generator = getattr(plan.policy, "use_generator", None)
@@ -205,6 +217,7 @@ class _Batch:
         self._state: State | None = checked_state(self._policy.initial_state(ROWS))
         self._masks: NDArray[Any] | None = None
         self._has_begun = False
+        self._has_new_episode = False
 
     def is_free(self, task: Task) -> bool:
         """Whether the row of an episode is free."""
@@ -226,23 +239,52 @@ class _Batch:
             self._note_mask(row, info)
         self._rng.restart(row, task.seed)
         self._rows[row] = playing
+        self._has_new_episode = True
         self.num_under_way += 1
 
     def decide(self) -> Any:
         """Let the policy decide for all rows."""
-        if self._use_generator is not None:
-            self._use_generator(self._rng)
         if self._state is not None:
             initial = self._policy.initial_state(ROWS)
             assert initial is not None, "it had one"
             self._state = start_episodes(self._state, initial, self._is_idle)
             self._is_idle[:] = [row is None for row in self._rows]
-        given = self._values
-        if self._masks is not None:
-            given = {NAME: self._masks, **given}
-        decision = self._policy.act(self._layout.nest(self._arrays), self._state, given)
+        if self._chance.is_alone:
+            return self._decide_alone()
+        if self._use_generator is not None:
+            self._use_generator(self._rng)
+        before = self._chance.read(self._rng) if self._chance.watches(self._has_new_episode) else None
+        self._has_new_episode = False
+        decision = self._act(self._layout.nest(self._arrays), self._state, self._masks)
+        if before is not None:
+            self._chance.compare(before, self._rng)
+            if self._chance.is_alone:
+                return self._decide_alone()
         self._state = decision.state
         return self._choices.split(self._choices.check(decision))
+
+    def _decide_alone(self) -> list[Any]:
+        """Let the policy decide for one episode after another, each with random numbers of its own."""
+        actions: list[Any] = [None] * ROWS
+        state = None if self._state is None else {name: array.copy() for name, array in self._state.items()}
+        for row, playing in enumerate(self._rows):
+            if playing is None:
+                continue
+            here = slice(row, row + 1)
+            obs = self._layout.nest([array[here] for array in self._arrays if array is not None])
+            masks = None if self._masks is None else self._masks[here]
+            own = None if self._state is None else {name: array[here] for name, array in self._state.items()}
+            with self._chance.of_episode(playing.task.seed, playing.length):
+                decision = self._act(obs, own, masks)
+            (actions[row],) = self._choices_of_one.split(self._choices_of_one.check(decision))
+            if state is not None and decision.state is not None:
+                for name, array in decision.state.items():
+                    state[name][row] = array[0]
+        self._state = state
+        return actions
+
+    def _act(self, obs: Any, state: State | None, masks: NDArray[Any] | None) -> Decision:
+        return self._policy.act(obs, state, self._values if masks is None else {NAME: masks, **self._values})
 
     def step(self, actions: Any, finished: list[list[Any]]) -> list[_Seat]:
         """Step those that are under way, and add what is over to the list; returns whose environments are free."""
@@ -266,7 +308,7 @@ class _Batch:
                 self._note_mask(row, info)
             if terminated or truncated or playing.length >= max_steps:
                 was_cut = not (terminated or truncated)
-                ending = bool(terminated), bool(truncated) or was_cut, was_cut
+                ending = bool(terminated), bool(truncated) or was_cut, was_cut, self._chance.is_mixed
                 # Encoded at once: environments may change an info that they have returned.
                 finished.append([playing.task.index, playing.total, playing.length, *ending, values.dumps(info)])
                 free.append(playing.seat)
@@ -298,21 +340,6 @@ class _Batch:
                 return
             self._masks = np.ones((ROWS, *mask.shape), mask.dtype)
         self._masks[row] = mask if isinstance(mask, np.ndarray) and mask.shape == self._masks.shape[1:] else 1
-
-
-@contextlib.contextmanager
-def _own_chance() -> Iterator[None]:
-    """Leave the process's own generators as they were: environments may draw from them, and so may those beside."""
-    python, numpy = random.getstate(), np.random.get_state()
-    torch = sys.modules.get("torch")
-    tensor = None if torch is None else torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        if torch is not None:
-            torch.set_rng_state(tensor)
 
 
 @contextlib.contextmanager

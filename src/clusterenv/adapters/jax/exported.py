@@ -39,7 +39,9 @@ class ExportedPolicy:
             jax.config.update("jax_enable_x64", True)
         cpu = jax.devices("cpu")[0]
         self._put: Callable[[list[Array]], Any] = lambda arrays: jax.device_put(arrays, cpu)
-        self._call = jax.jit(jax.export.deserialize(bytearray(computation)).call)
+        exported = jax.export.deserialize(bytearray(computation))
+        self._call = jax.jit(exported.call)
+        self._draws = len(exported.in_avals) - 1 in exported.module_kept_var_idx  # Whether the seed is used at all.
         self._reader = reader
         self._initial = initial
         self._rng = np.random.default_rng()
@@ -47,7 +49,7 @@ class ExportedPolicy:
         self.load({each.name: np.zeros(each.shape, each.dtype) for each in spec.arrays})
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
-        answer = self._run(obs, state, int(self._rng.integers(2**32)))
+        answer = self._run(obs, state, int(self._rng.integers(2**32)) if self._draws else 0)
         return self._reader.decide(answer, count_rows(obs), self._rng, call)
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:

@@ -154,21 +154,25 @@ class Randomness:
 
     Args:
         seed: If None, one is drawn from the operating system.
+
+    Attributes:
+        numpy: Numpy's.
+        state: Of torch's; another one after every draw.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self.numpy = np.random.default_rng(seed)
-        self._state = torch.Generator().manual_seed(int(self.numpy.integers(2**63))).get_state()
+        self.state = torch.Generator().manual_seed(int(self.numpy.integers(2**63))).get_state()
 
     @contextmanager
     def torch(self) -> Iterator[None]:
         """Give torch's global generator, which user code draws from, this policy's state for a while."""
         outside = torch.get_rng_state()
-        torch.set_rng_state(self._state)
+        torch.set_rng_state(self.state)
         try:
             yield
         finally:
-            self._state = torch.get_rng_state()
+            self.state = torch.get_rng_state()
             torch.set_rng_state(outside)
 
 

@@ -190,6 +190,11 @@ class TorchPolicy:
         """Draw from this generator, where it is this policy and not the agent's own code that draws."""
         self._randomness.numpy = rng
 
+    @property
+    def chance(self) -> torch.Tensor:
+        """What the agent's own code draws from: another value after every draw."""
+        return self._randomness.state
+
     def initial_state(self, num_envs: int) -> State | None:
         return self._inference.initial_state(num_envs)
 

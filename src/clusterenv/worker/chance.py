@@ -1,0 +1,121 @@
+"""Chance: the random generators that an evaluation's episodes would share, and how each gets numbers of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clusterenv.policy.policy import Policy
+
+_STREAM = 3  # Not the numbers of the environment's own generator, nor those of `EpisodeGenerator`.
+_LOOK_EVERY = 16  # Decisions; to look takes as long as a small policy does.
+
+
+class _Generator(NamedTuple):
+    """A random generator of the process: anybody may draw from it."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    seed: Callable[[int], object]
+
+
+class Chance:
+    """Finds out whether a policy draws from generators of which it is not known which episode's numbers they give.
+
+    Those are the process's own (Python's, numpy's, torch's), one of the policy's own for torch, and what an
+    `EpisodeGenerator` has in common for all rows. If the policy does so at its first decision, it decides for each
+    episode alone from then on, with all of these seeded by the episode's seed and the number of its step: what it
+    draws is then that episode's, whatever is played beside it.
+
+    Attributes:
+        is_alone: Whether the policy decides for each episode alone.
+        is_mixed: Whether the policy began to draw when it had decided for several episodes at once: nobody knows what
+            it would have drawn without the others.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.is_alone = self.is_mixed = False
+        self._policy = policy
+        self._num_decisions = 0
+        self._drawn: list[_Generator] = []
+
+    def watches(self, has_new_episode: bool) -> bool:
+        """Whether to look at what the next decision draws: the first of every episode, and now and then."""
+        self._num_decisions += 1
+        return not self.is_mixed and (has_new_episode or self._num_decisions % _LOOK_EVERY == 0)
+
+    def read(self, rng: np.random.Generator) -> list[Any]:
+        """Return what the generators are like now."""
+        own = getattr(self._policy, "chance", None)
+        return [rng.bit_generator.state, own, *(generator.read() for generator in _process_generators())]
+
+    def compare(self, before: list[Any], rng: np.random.Generator) -> None:
+        """Note from which generators was drawn since they were read."""
+        common, own, *shared = self.read(rng)
+        generators = _process_generators()[: len(before) - 2]  # The decision may have imported torch.
+        drawn = [
+            generator
+            for generator, then, now in zip(generators, before[2:], shared, strict=False)
+            if not _is_same(then, now)
+        ]
+        if drawn or not _is_same(before[0], common) or not _is_same(before[1], own):
+            self._drawn = drawn
+            self.is_alone = self._num_decisions == 1
+            self.is_mixed = not self.is_alone
+
+    @contextlib.contextmanager
+    def of_episode(self, seed: int, num_steps: int) -> Iterator[None]:
+        """Let all that is drawn depend on an episode's seed and on how many steps it has taken."""
+        number = int(np.random.SeedSequence((seed, _STREAM, num_steps)).generate_state(1)[0])
+        self._policy.seed(number)
+        states = [generator.read() for generator in self._drawn]  # Environments may draw from them, too.
+        for generator in self._drawn:
+            generator.seed(number)
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._drawn, states, strict=True):
+                generator.write(state)
+
+
+class OwnGenerators:
+    """Python's, numpy's and torch's generators as an evaluation has them: what is beside it has its own."""
+
+    def __init__(self) -> None:
+        self._states: list[Any] = []
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Give the process's generators their states for a while: environments may draw from them."""
+        outside = [(generator, generator.read()) for generator in _process_generators()]
+        for (generator, _), state in zip(outside, self._states, strict=False):  # Torch may have been imported since.
+            generator.write(state)
+        try:
+            yield
+        finally:
+            self._states = [generator.read() for generator, _ in outside]
+            for generator, state in outside:
+                generator.write(state)
+
+
+def _process_generators() -> list[_Generator]:
+    found = [
+        _Generator(random.getstate, random.setstate, random.seed),
+        _Generator(np.random.get_state, np.random.set_state, np.random.seed),
+    ]
+    if (torch := sys.modules.get("torch")) is not None:
+        found.append(_Generator(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed))
+    return found
+
+
+def _is_same(then: Any, now: Any) -> bool:
+    if isinstance(then, tuple | list):
+        return len(then) == len(now) and all(map(_is_same, then, now))
+    if isinstance(then, dict):
+        return all(_is_same(then[name], now[name]) for name in then)
+    return np.array_equal(then, now) if hasattr(then, "__array__") else bool(then == now)
