@@ -146,6 +146,13 @@ def test_a_script_that_does_not_survive_is_named_so(capfd: pytest.CaptureFixture
     assert "clusterenv.errors." in said, "its traceback"
 
 
+def test_a_script_that_ends_before_the_first_fault_has_shown_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "--patience", "20", "--", sys.executable, "-c", "pass"]) == 1
+    said = capfd.readouterr().err
+    assert "the script ended with exit status 0 before the first fault" in said
+    assert "survived" not in said
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_is_frozen_is_thawed_when_it_is_interrupted(number: signal.Signals) -> None:

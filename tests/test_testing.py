@@ -212,6 +212,16 @@ def test_what_hangs_is_broken_and_timers_of_others_stay() -> None:
     assert after <= before
 
 
+class Leaving(SyncVectorEnv):
+    def step(self, actions: Any) -> Any:
+        raise SystemExit(3)
+
+
+def test_one_that_ends_the_process_is_broken_and_the_process_goes_on() -> None:
+    report = check_vector_env(lambda: Leaving(make_factories(2)), raises=False)
+    assert report["run"].message.startswith("It raised SystemExit: 3")
+
+
 def test_broken_laws_raise_with_all_of_them_and_how_to_see_them_again() -> None:
     with pytest.raises(LawsBroken) as caught:
         check_vector_env(lambda: SyncVectorEnv(make_factories(2, infos="none")), num_steps=30)

@@ -139,6 +139,9 @@ def harass_command(command: Sequence[str], plan: Plan) -> Generator[str, None, b
         _end(script, has_heard=isinstance(error, KeyboardInterrupt))
         raise
     how = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+    if not campaign.done.total():
+        yield f"the script ended with {how} before the first fault: give it more to do, or --every a lower number."
+        return False
     yield f"{campaign.describe()}; the script ended with {how}: it has {'' if status == 0 else 'not '}survived."
     return status == 0
 

@@ -141,7 +141,7 @@ def _judge(law: str, subject: Subject, deadline_s: float) -> Verdict:
             return _broken(law, message, render(breach.lines))
     except DeadlinePassed:
         message = f"It hangs: what was expected at once had not come after {deadline_s:g} s."
-    except Exception as error:  # noqa: BLE001 - whatever it raises, it was not to
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises, it was not to
         message = f"It raised {_describe(error)}"
     else:
         return Verdict(law, LAWS[law], "kept")
@@ -153,7 +153,7 @@ def _broken(law: str, message: str, script: str | None) -> Verdict:
     return Verdict(law, LAWS[law], "broken", message + again)
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     """Show an exception, and the last place in code that is not ours."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     where = f", in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
