@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -273,6 +274,20 @@ def test_a_native_vector_environment_is_recorded_where_it_is_too(tmp_path: Path)
                     recorder.collect(Linear(), 40)
     merge(paths["worker"])
     assert_same_dataset(paths["worker"], paths["head"])
+
+
+def test_more_pieces_than_a_process_may_have_files_open_are_merged(tmp_path: Path) -> None:
+    with ClusterEnv("CartPole-v1", num_workers=1) as envs:
+        envs.reset(seed=0)
+        with Recorder(envs, tmp_path / "many-v0", where="worker") as recorder:
+            recorder.collect(Linear(), 5)
+    piece = Path(recorder.pieces[0].partition(":")[2])
+    for number in range(80):  # What was recorded once counts once.
+        shutil.copy(piece, piece.with_stem(f"{piece.stem}-{number}"))
+    command = [sys.executable, "-m", "clusterenv", "merge", str(tmp_path), "--out", str(tmp_path / "many-v0")]
+    limited = ["sh", "-c", 'ulimit -Sn 64; exec "$@"', "_", *command]
+    subprocess.run(limited, cwd=ROOT, timeout=120, check=True)
+    assert load(tmp_path / "many-v0").total_steps == 5
 
 
 KILLED = """

@@ -6,6 +6,7 @@ import heapq
 import json
 import logging
 import os
+import resource
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -111,6 +112,8 @@ def main() -> None:
     """Write a dataset: its directory and id, and the pieces, are the arguments; what it holds goes to the output."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     place, dataset_id, *paths = sys.argv[1:]
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Each worker of a run has left a piece, and is read from.
     try:
         counts = write([Piece(Path(path)) for path in paths], Path(place), dataset_id)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other process says it to the user

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def merge(pieces: Sequence[Path], out: Path) -> Recording:
     if (out / "data").exists():
         raise ConfigError(f"There is a dataset at {out} already. Choose another name, or delete it.")
     found = _find([path.expanduser().resolve() for path in pieces])
-    _check_alike([Piece(path) for path in found])
+    _check_alike(map(Piece, found))
     partial = out / "data.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)  # Of a merge that was interrupted.
@@ -167,9 +167,9 @@ def _find(places: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _check_alike(pieces: Sequence[Piece]) -> None:
-    first = pieces[0]
-    for piece in pieces[1:]:
+def _check_alike(pieces: Iterator[Piece]) -> None:
+    first = next(pieces)
+    for piece in pieces:
         for name in _SAME:
             if piece.about[name] != first.about[name]:
                 raise ConfigError(
