@@ -187,8 +187,13 @@ def test_random_choices_follow_from_an_episodes_seed_alone(make: Any) -> None:
     assert lengths == [row[2] for row in play_plainly(Uneven(), act, range(30))]
 
 
+def draw(logits: Any) -> Any:
+    distribution: Any = torch.distributions.Categorical(logits=logits)
+    return distribution.sample()
+
+
 def by_torch(obs: Any) -> Any:
-    return torch.distributions.Categorical(logits=torch.as_tensor(obs)).sample().numpy()  # type: ignore[no-untyped-call]
+    return draw(torch.as_tensor(obs)).numpy()
 
 
 def by_numpy(obs: Any) -> Any:
@@ -207,7 +212,7 @@ def sampling_network() -> TorchPolicy:
     torch.manual_seed(6)
 
     def choose(module: Any, obs: Any) -> Any:
-        return torch.distributions.Categorical(logits=module(obs)).sample()  # type: ignore[no-untyped-call]
+        return draw(module(obs))
 
     return TorchPolicy(Network64(), act=choose)
 
@@ -217,8 +222,7 @@ def sampling_memory() -> TorchPolicy:
 
     def choose(module: Any, obs: Any, state: Any) -> dict[str, Any]:
         memory = module[0](obs, state["h"])
-        chosen = torch.distributions.Categorical(logits=4 * module[1](memory)).sample()  # type: ignore[no-untyped-call]
-        return {"action": chosen, "state": {"h": memory}}
+        return {"action": draw(4 * module[1](memory)), "state": {"h": memory}}
 
     return TorchPolicy(
         nn.ModuleList([nn.GRUCell(3, 8), nn.Linear(8, 3)]),
