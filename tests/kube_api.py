@@ -40,6 +40,7 @@ class KubeApi:
         self._events: list[Object] = []
         self._count = itertools.count(1)
         self._num_watches = 0
+        self._is_closing = False
         self._changed = threading.Condition()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._make_handler())
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -48,6 +49,7 @@ class KubeApi:
     def close(self) -> None:
         """End it."""
         with self._changed:
+            self._is_closing = True
             self._num_watches += 1  # Whoever watches is told to come again.
             self._changed.notify_all()
         self._server.shutdown()
@@ -68,7 +70,7 @@ class KubeApi:
         file.write_text(json.dumps(config))
 
     def fail(self, request: str, how: str | int) -> None:
-        """Have the next request of a kind fail: with an HTTP status, or "lost" if it is done, but not answered."""
+        """Have the next request of a kind fail: with an HTTP status, "lost" if only its answer is, or "hang"."""
         with self._changed:
             self._failures.append((request, how))
 
@@ -160,6 +162,9 @@ class KubeApi:
             how = next((how for wanted, how in self._failures if wanted == request), None)
             if how is not None:
                 self._failures.remove((request, how))
+            if how == "hang":
+                self._changed.wait_for(lambda: self._is_closing, _DEADLINE_S)
+                return None
             if isinstance(how, int):
                 return how, {"message": f"{request} fails with {how}"}
             answer = self._do(method, match[1], match[2] or "", body)

@@ -135,9 +135,10 @@ def test_a_pod_that_was_gone_before_anybody_looked_is_told(api: KubeApi) -> None
         fleet.stop(0.0)
 
 
-def test_a_cluster_that_is_away_when_a_run_ends_is_waited_for(api: KubeApi) -> None:
+@pytest.mark.parametrize("how", [503, "hang"])
+def test_a_cluster_that_is_away_when_a_run_ends_is_waited_for(api: KubeApi, how: str | int) -> None:
     fleet = launch(api)
-    api.fail("DELETE jobs", 503)
+    api.fail("DELETE jobs", how)
     fleet.stop(0.0)
     assert [*api.objects("jobs"), *api.objects("secrets"), *api.objects("pods")] == []
 

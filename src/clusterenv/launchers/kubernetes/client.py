@@ -416,15 +416,15 @@ class _Client:
         while any(seat.state.kind == "running" for seat in self._seats) and time.monotonic() < (self._stop_at or 0.0):
             yield
         yield from self._await_answers()  # What is being created just now can be deleted then.
-        failures: list[str] = []
+        answers: list[Refusal | None] = []
         began_at = time.monotonic()
         while True:
-            self._background.change(self._anchor.delete, partial(_collect, failures))
+            self._background.change(self._anchor.delete, answers.append)
             yield from self._await_answers()
-            if not failures or time.monotonic() - began_at > self._insist_s:
+            if None in answers or time.monotonic() - began_at > self._insist_s:
                 break
-            failures.clear()
             yield from self._pause(_RETRY_S)
+        failures = [] if None in answers else [str(answers[-1]) if answers else "the cluster does not answer"]
         # From here on, should this process be killed, the rest is done by Kubernetes.
         for name in self._names:
             self._delete(name, _GRACE_S)

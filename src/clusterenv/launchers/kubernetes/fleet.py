@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _START_S = 60.0
 _TAIL_S = 2.5  # Errors had better come without a log than late: its node may be cut off.
-_REMOVE_S = 30.0  # More than the client needs to remove everything, also of nodes that do not answer.
+_REMOVE_S = 40.0  # More than the client needs to remove everything, also of nodes that do not answer.
 _MAX_CLIENTS = 5  # That die one after the other,
 _SOON_S = 60.0  # in so short a time: the next one would, too.
 _MAX_TEXTS = 3
