@@ -3,6 +3,9 @@
 Each has a socket and a channel of its own, and goes through handshake, joining, assignment and adoption as any worker
 does. Only its environments and its policy are missing: a rollout is the recorded one, at once or after as long as the
 head's call says (`envs.rollout(agent, num_steps, values={"seconds": 0.5})`), in the same parts as it was made.
+
+Some of them in a row may say that they share a machine. Then one of these is sent weights, and the others, who could
+find them on its board, take them for found.
 """
 
 import argparse
@@ -32,6 +35,7 @@ from clusterenv.wire.compatibility import installed_versions
 from clusterenv.wire.messages import (
     PROTOCOL,
     Adopt,
+    BoardAddress,
     Collect,
     Collected,
     Join,
@@ -43,6 +47,7 @@ from clusterenv.wire.messages import (
     Registered,
     Reply,
     Request,
+    Serve,
     Stop,
 )
 from clusterenv.wire.ticket import TICKET_VARIABLE, Ticket
@@ -79,8 +84,9 @@ class LightWorker:
         is_done: Whether the head has told it to stop.
     """
 
-    def __init__(self, socket: LightSocket, worker_index: int, recording: Recording) -> None:
+    def __init__(self, socket: LightSocket, worker_index: int, recording: Recording, per_machine: int) -> None:
         self.socket = socket
+        self._machine = f"machine {worker_index // per_machine}"
         self.due: float | None = None
         self.is_done = False
         self._channel = Channel(socket, _HANG_S)
@@ -115,7 +121,10 @@ class LightWorker:
         elif isinstance(request, Registered):
             self.socket.use(self._keys)
             hostname = sockets.gethostname()
-            self._channel.send(Join(PROTOCOL, self._index, os.getpid(), hostname, installed_versions()))
+            board = BoardAddress(os.getpid(), self._index, bytes(16))
+            self._channel.send(
+                Join(PROTOCOL, self._index, os.getpid(), hostname, installed_versions(), self._machine, board)
+            )
         elif isinstance(request, Collect):
             self._collect(request)
         elif isinstance(request, Load):
@@ -123,6 +132,8 @@ class LightWorker:
         elif not isinstance(request, Ping):
             for reply, arrays in self._recording.answer_to(type(request)):
                 own = msgspec.structs.replace(reply, call=request.call)
+                if isinstance(request, Serve):
+                    own = msgspec.structs.replace(own, has_neighbour=request.neighbour is not None)
                 self._channel.send(own, arrays)  # type: ignore[arg-type]  # as above
             if isinstance(request, Adopt):
                 self._version = request.version
@@ -149,7 +160,7 @@ class LightWorker:
         self.go_on(now)
 
 
-def serve(ticket: Ticket, workers: range, recording: Recording) -> None:
+def serve(ticket: Ticket, workers: range, recording: Recording, per_machine: int) -> None:
     """Be these workers until the head has told all of them to stop, or is gone."""
     context = zmq.Context()
     context.max_sockets = _SOCKETS_A_WORKER * len(workers) + 64
@@ -157,7 +168,7 @@ def serve(ticket: Ticket, workers: range, recording: Recording) -> None:
     everyone: dict[Any, LightWorker] = {}
     for worker_index in workers:
         socket = LightSocket(ticket, context)
-        worker = LightWorker(socket, worker_index, recording)
+        worker = LightWorker(socket, worker_index, recording, per_machine)
         everyone[socket.source] = worker
         poller.register(socket.source, zmq.POLLIN)
         worker.join()
@@ -186,9 +197,14 @@ def serve(ticket: Ticket, workers: range, recording: Recording) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LightLauncher:
-    """Starts light workers, spread over some processes."""
+    """Starts light workers, spread over some processes.
+
+    Attributes:
+        per_machine: How many in a row say that they share a machine.
+    """
 
     recording: Path
+    per_machine: int = 1
     num_processes: int = 2
     suggested_workers: None = None
     queues: bool = False
@@ -215,6 +231,7 @@ class LightLauncher:
             str(first),
             str(stop),
             str(self.recording),
+            str(self.per_machine),
         ]
 
 
@@ -264,11 +281,13 @@ def main() -> int:
     parser.add_argument("first", type=int)
     parser.add_argument("stop", type=int)
     parser.add_argument("recording", type=Path)
+    parser.add_argument("per_machine", type=int)
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the head.
     raise_file_limit()
     ticket = Ticket.decode(os.environ.pop(TICKET_VARIABLE))
-    serve(ticket, range(arguments.first, arguments.stop), Recording.read(arguments.recording))
+    workers = range(arguments.first, arguments.stop)
+    serve(ticket, workers, Recording.read(arguments.recording), arguments.per_machine)
     return 0
 
 

@@ -208,15 +208,17 @@ def choose_env(num_floats: int) -> str | EnvFactory:
 
 
 @contextmanager
-def make_envs(num_workers: int, recording: Path, num_floats: int = 0) -> Iterator[tuple[ClusterEnv, Dictated]]:
-    """Start a head with so many light workers."""
+def make_envs(
+    num_workers: int, recording: Path, num_floats: int = 0, per_machine: int = 1, listen: str | None = None
+) -> Iterator[tuple[ClusterEnv, Dictated]]:
+    """Start a head with so many light workers, that come in by a socket file unless it listens to an address."""
     rule = Dictated(num_workers)
     with ClusterEnv(
         choose_env(num_floats),
         num_workers * ENVS_A_WORKER,
         num_workers=num_workers,
-        launcher=LightLauncher(recording=recording),
-        network=Network(transport="zmq"),
+        launcher=LightLauncher(recording=recording, per_machine=per_machine),
+        network=Network(transport="zmq", listen=listen),
         faults=Faults(on_loss="raise"),
         sync=rule,
         timeouts=Timeouts(silence_s=60.0),  # All workers share two cores with the head: they may well be late.
