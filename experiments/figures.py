@@ -1,4 +1,4 @@
-"""The three figures: learning curves, cumulative pulls, traffic against return; mean and 95 % interval over seeds."""
+"""The two figures, with a plot for each task: learning curves, and bytes against the final return."""
 
 from __future__ import annotations
 
@@ -9,123 +9,99 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from experiments.record import Curve
-from experiments.rules import EVERY, Rule
-from experiments.runner import Run
-from experiments.summary import Summary, Values, spread
+from experiments.plan import Run
+from experiments.record import Curve, Values
+from experiments.results import PRIMARY, Results
+from experiments.rules import Rule
+from experiments.statistics import interval_of
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-# Of Okabe and Ito's palette, which colour-blind readers can tell apart: cold colours for thresholds, warm ones (and
-# dashes) for periods.
-EVERY_COLOR = "#000000"
-PALETTES = {
-    "every": (EVERY_COLOR,),
-    "adaptive": ("#0072B2", "#56B4E9", "#009E73", "#8C6BB1"),
-    "periodic": ("#D55E00", "#E69F00", "#A6761D"),
-    "plain": ("#CC79A7",),
-    "unprotected": ("#999999",),
+# Of Okabe and Ito's palette, which colour-blind readers can tell apart; rules of a kind look alike in all plots.
+COLORS = {
+    "every": "#000000",
+    "adaptive": "#0072B2",
+    "periodic": "#D55E00",
+    "staggered": "#E69F00",
+    "budget": "#009E73",
+    "never": "#999999",
 }
-LINES = {"periodic": "--", "plain": "-.", "unprotected": ":"}
-MARKERS = {"every": "s", "adaptive": "o", "periodic": "^", "plain": "D", "unprotected": "x"}
+MARKERS = {"every": "s", "adaptive": "o", "periodic": "^", "staggered": "v", "budget": "D", "never": "x"}
 SMOOTHED_SHARE = 0.07  # Of a run: episodes are few in a stretch, and their returns scatter.
+COLUMNS = 3
 
 
-class Look:
-    """How a rule looks, in every figure of an experiment.
-
-    Args:
-        rule: Which.
-        rules: All that are shown.
-    """
-
-    def __init__(self, rule: Rule, rules: Sequence[Rule]) -> None:
-        same = sorted((each for each in rules if each.kind == rule.kind), key=order)
-        palette = PALETTES[rule.kind]
-        self.color = palette[same.index(rule) % len(palette)]
-        self.line = LINES.get(rule.kind, "-")
-        self.marker = MARKERS[rule.kind]
-
-
-def order(rule: Rule) -> float:
-    """Return what orders the rules of a kind."""
-    return rule.threshold or rule.period or 0.0
-
-
-def draw_figures(path: Path, curves: Mapping[Run, Curve], summaries: Sequence[Summary], title: str) -> list[Path]:
-    """Draw all three into a folder; returns the files."""
+def draw_figures(path: Path, curves: Mapping[Run, Curve], results: Results) -> list[Path]:
+    """Draw both into a folder; returns the files."""
     import matplotlib as mpl
 
     mpl.use("agg")  # No window.
-    with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
                          "grid.color": "#e4e4e4", "axes.axisbelow": True}):  # fmt: skip
-        return [
-            draw_over_steps(path / "curves.png", curves, summaries, "return", f"{title}: return while learning"),
-            draw_over_steps(path / "pulls.png", curves, summaries, "pulls", f"{title}: weights pulled so far"),
-            draw_traffic(path / "traffic.png", summaries, title),
-        ]
+        return [draw_curves(path / "curves.png", curves, results), draw_traffic(path / "traffic.png", results)]
 
 
-def draw_over_steps(
-    path: Path, curves: Mapping[Run, Curve], summaries: Sequence[Summary], name: str, title: str
-) -> Path:
-    """Draw a number over environment steps, a line for each rule and a band for its spread."""
-    figure, axes = make_figure(title)
-    rules = [summary.rule for summary in summaries]
-    for summary in summaries:
-        look = Look(summary.rule, rules)
-        runs = [curves[Run(summary.rule, seed)] for seed in summary.seeds]
-        values = np.array([smooth(run) if name == "return" else run[name] for run in runs])
-        steps = runs[0]["env_steps"] / 1000
-        middle, half = values.mean(axis=0), np.array([spread(column) for column in values.T])
-        axes.plot(steps, middle, color=look.color, linestyle=look.line, linewidth=1.8, label=summary.rule.label)
-        axes.fill_between(steps, middle - half, middle + half, color=look.color, alpha=0.13, linewidth=0)
-    axes.set_xlabel("environment steps, thousands")
-    if name == "return":
-        axes.set_ylabel(f"return of finished episodes\n(moving mean over {SMOOTHED_SHARE:.0%} of the run)")
-    else:
-        axes.set_yscale("log")
-        axes.set_ylim(bottom=0.8)
-        label_plainly(axes.yaxis)
-        axes.set_ylabel("pulls per worker (logarithmic)")
-    axes.set_xlim(left=0)
-    return save(figure, path, num_seeds(summaries))
+def draw_curves(path: Path, curves: Mapping[Run, Curve], results: Results) -> Path:
+    """Draw the workers' returns over environment steps for the rules that every task must have."""
+    figure, plots = make_figure(list(results.tasks), "Returns of the workers' episodes while learning")
+    for task, axes in plots.items():
+        shown = [rule for rule in results.rules(task) if rule in shown_rules(results, task)]
+        for rule in shown:
+            runs = [curves[Run(task, rule, seed)] for seed in results.seeds(task, rule)]
+            values = np.array([smooth(run) for run in runs])
+            steps = runs[0]["env_steps"] / 1000
+            middle = values.mean(axis=0)
+            half = np.array([interval_of(column).half for column in values.T])
+            axes.plot(steps, middle, color=COLORS[rule.kind], linewidth=1.5, label=rule.kind)
+            axes.fill_between(steps, middle - half, middle + half, color=COLORS[rule.kind], alpha=0.13, linewidth=0)
+        axes.set_xlabel("environment steps, thousands")
+        axes.set_xlim(left=0)
+    return save(figure, path, plots)
 
 
-def draw_traffic(path: Path, summaries: Sequence[Summary], title: str) -> Path:
-    """Draw the final return over what a run sent, a mark for each rule with its spread, and a dot for each run."""
-    figure, axes = make_figure(f"{title}: what was sent, and what came of it")
-    rules = [summary.rule for summary in summaries]
-    for summary in summaries:
-        look = Look(summary.rule, rules)
-        sent = (summary.numbers["bytes_weights"] + summary.numbers["bytes_checks"]) / 1e6
-        returns = summary.numbers["final_return"]
-        axes.scatter(sent, returns, color=look.color, s=14, alpha=0.45, linewidths=0, zorder=2)
-        half = [None if math.isnan(spread(values)) else spread(values) for values in (sent, returns)]
-        axes.errorbar(sent.mean(), returns.mean(), xerr=half[0], yerr=half[1], color=look.color, marker=look.marker,
-                      markersize=8, capsize=3, linewidth=1.5, label=summary.rule.label, zorder=3)  # fmt: skip
-    axes.set_xscale("log")
-    label_plainly(axes.xaxis)
-    axes.set_xlabel("weights and checks sent to all workers in a run, MB (logarithmic)")
-    axes.set_ylabel("final return")
-    every = next((summary for summary in summaries if summary.rule == EVERY), None)
-    if every is not None and not math.isnan(half_width := spread(every.numbers["final_return"])):
-        middle = every.mean("final_return")
-        axes.axhspan(middle - half_width, middle + half_width, color=EVERY_COLOR, alpha=0.07, linewidth=0, zorder=1,
-                     label="interval of every update")  # fmt: skip
-    return save(figure, path, num_seeds(summaries))
+def shown_rules(results: Results, task: str) -> list[Rule]:
+    """Return the rules whose learning curves are drawn; more would hide each other."""
+    every_and_adaptive = [rule for rule in results.rules(task) if rule.kind in ("every", "adaptive")]
+    return [rule for rule in every_and_adaptive if not rule.is_plain] + [results.matches[task].rules["periodic"]]
 
 
-def make_figure(title: str) -> tuple[Figure, Axes]:
-    """Make a figure with one plot."""
+def draw_traffic(path: Path, results: Results) -> Path:
+    """Draw the final return over what a run sent: a dot for each run, a mark with its interval for each rule."""
+    figure, plots = make_figure(list(results.tasks), "What was sent, and what the learner's own policy returned")
+    for task, axes in plots.items():
+        for rule in results.rules(task):
+            if rule.is_plain:
+                continue
+            color = COLORS[rule.kind]
+            sent, returns = results.values(task, rule, "bytes") / 1e6, results.values(task, rule, PRIMARY)
+            axes.scatter(sent, returns, color=color, s=9, alpha=0.4, linewidths=0, zorder=2)
+            half = interval_of(returns).half
+            axes.errorbar(sent.mean(), returns.mean(), yerr=None if math.isnan(half) else half, color=color,
+                          marker=MARKERS[rule.kind], markersize=6, capsize=2, linewidth=1.2, label=rule.kind,
+                          zorder=3)  # fmt: skip
+        axes.set_xscale("log")
+        label_plainly(axes.xaxis)
+        axes.set_xlabel("weights and checks, MB (logarithmic)")
+    return save(figure, path, plots)
+
+
+def make_figure(tasks: Sequence[str], title: str) -> tuple[Figure, dict[str, Axes]]:
+    """Make a figure with a plot for each task."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
-    axes.set_title(title, fontsize=11, loc="left")
-    return figure, axes
+    rows = -(-len(tasks) // COLUMNS)
+    figure, grid = pyplot.subplots(rows, COLUMNS, figsize=(10.5, 3.2 * rows + 0.8), layout="constrained", squeeze=False)
+    figure.suptitle(title, fontsize=11)
+    plots = list(grid.flat)
+    for axes, task in zip(plots, tasks, strict=False):
+        axes.set_title(task, fontsize=10, loc="left")
+    for axes in plots[len(tasks) :]:
+        axes.set_visible(False)
+    return figure, dict(zip(tasks, plots, strict=False))
 
 
 def label_plainly(axis: Axis) -> None:
@@ -134,13 +110,17 @@ def label_plainly(axis: Axis) -> None:
     axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
 
 
-def save(figure: Figure, path: Path, seeds: str) -> Path:
-    """Put the legend below, and write the file."""
+def save(figure: Figure, path: Path, plots: Mapping[str, Axes]) -> Path:
+    """Put one legend for all plots below, and write the file."""
     from matplotlib import pyplot
 
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9,
-                  title=f"mean and its 95 % interval over {seeds}", title_fontsize=9)  # fmt: skip
-    figure.savefig(path, dpi=130)
+    handles: dict[str, Artist] = {}
+    for axes in plots.values():
+        drawn, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, drawn, strict=True))
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(COLORS), frameon=False,
+                  title="mean and its 95 % interval over seeds", title_fontsize=9)  # fmt: skip
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
 
@@ -149,15 +129,10 @@ def smooth(curve: Curve) -> Values:
     """Average the returns of the episodes around each point of a curve; where none finished, go straight across."""
     half = round(SMOOTHED_SHARE * len(curve["return"]) / 2)
     window = np.ones(2 * half + 1)
-    sums = np.convolve(np.nan_to_num(curve["return"]) * curve["episodes"], window, "same")
-    episodes = np.convolve(curve["episodes"], window, "same")
-    has_any = episodes > 0
-    return np.interp(curve["env_steps"], curve["env_steps"][has_any], sums[has_any] / episodes[has_any])
-
-
-def num_seeds(summaries: Sequence[Summary]) -> str:
-    """Say over how many seeds the means are."""
-    counts = sorted({len(summary.seeds) for summary in summaries})
-    if counts == [1]:
-        return "1 seed"
-    return f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
+    episodes = np.nan_to_num(curve["episodes"])
+    sums = np.convolve(np.nan_to_num(curve["return"]) * episodes, window, "same")
+    nearby = np.convolve(episodes, window, "same")
+    has_any = nearby > 0
+    if not has_any.any():
+        return np.full(len(nearby), math.nan)
+    return np.interp(curve["env_steps"], curve["env_steps"][has_any], sums[has_any] / nearby[has_any])

@@ -1,4 +1,4 @@
-"""PPO's run, and its learner, plain and decoupled.
+"""PPO's learner, plain and decoupled.
 
 Plain PPO clips the probability ratio against the policy that *made* the data. Where workers may lag behind, that policy
 is old, and clipping holds the learner close to it. Decoupled PPO (Hilton, Cobbe, Schulman: "Batch size-invariance for
@@ -9,7 +9,7 @@ just before the update, and corrects for who made the data with the weight recen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -20,39 +20,63 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clusterenv import ClusterEnv, Rollout
-from clusterenv.policy import SyncRule
-from experiments.agents import Evaluated, MlpAgent
-from experiments.settings import PpoSettings
+from clusterenv.adapters.torch import RewardScaler
+from experiments.agents import Evaluated, GaussianAgent, MlpAgent
+from experiments.tasks import PpoSettings
 
 Evaluate: TypeAlias = Callable[[Any], NDArray[np.float32]]
 
 
-def train(
-    settings: PpoSettings, rule: SyncRule, seed: int, *, is_decoupled: bool = True
-) -> Generator[tuple[Rollout, Mapping[str, Any]], None, None]:
-    """Train an agent; yields every rollout, with what the run has cost so far."""
-    config = PpoConfig(
-        decoupled=is_decoupled,
-        learning_rate=settings.learning_rate,
-        epochs=settings.epochs,
-        minibatch_size=settings.minibatch_size,
-        discount=settings.discount,
-    )
-    with ClusterEnv(settings.task, settings.num_envs, num_workers=settings.num_workers, sync=rule) as envs:
+class PpoTraining:
+    """Learns from each rollout, once.
+
+    Args:
+        settings: All of them.
+        envs: What is learned on.
+        seed: Of the network, and of the order in which transitions are learned from.
+        is_decoupled: Whether to clip against the learner's recent policy rather than the one that made the data.
+    """
+
+    def __init__(self, settings: PpoSettings, envs: ClusterEnv, seed: int, *, is_decoupled: bool) -> None:
         observation_space, action_space = envs.single_observation_space, envs.single_action_space
         assert isinstance(observation_space, gym.spaces.Box)
-        assert isinstance(action_space, gym.spaces.Discrete)
+        num_inputs = math.prod(observation_space.shape)
         torch.manual_seed(seed)
-        agent = MlpAgent(math.prod(observation_space.shape), int(action_space.n))
-        learner = Learner(agent, config, seed)
-        envs.reset(seed=1000 * seed)  # Environment i gets this + i: runs must not share environments.
-        for number in range(settings.num_rollouts):
-            rollout = envs.rollout(agent, settings.num_steps)
-            yield rollout, envs.stats
-            # Rewards of a size that networks learn easily; those of the rollout that was yielded stay as they are.
-            scaled = replace(rollout, rewards=settings.reward_scale * rollout.rewards)
-            share_left = 1 - number / settings.num_rollouts if settings.anneals else 1.0
-            learner.update(scaled, settings.learning_rate * share_left)
+        self.agent: MlpAgent | GaussianAgent
+        if isinstance(action_space, gym.spaces.Discrete):
+            self.agent = MlpAgent(num_inputs, int(action_space.n))
+        else:
+            assert isinstance(action_space, gym.spaces.Box)
+            self.agent = GaussianAgent(num_inputs, math.prod(action_space.shape))
+        self._settings = settings
+        self._scale_rewards = RewardScaler(settings.num_envs, settings.discount)
+        config = PpoConfig(
+            decoupled=is_decoupled,
+            learning_rate=settings.learning_rate,
+            epochs=settings.epochs,
+            minibatch_size=settings.minibatch_size,
+            discount=settings.discount,
+            entropy_weight=settings.entropy_weight,
+        )
+        self._learner = Learner(self.agent, config, seed)
+
+    def values(self, progress: float) -> None:
+        """Return nothing: the agent explores by itself."""
+
+    def learn(self, rollout: Rollout, progress: float) -> None:
+        """Learn from a rollout."""
+        self._learner.update(
+            replace(rollout, rewards=self._scaled_rewards(rollout)), self._settings.learning_rate * (1 - progress)
+        )
+        # After the update, so that ratios compare policies under one normalisation.
+        if isinstance(self.agent, GaussianAgent) and self._settings.is_normalised:
+            self.agent.normalise.update(rollout.obs[rollout.valid])
+
+    def _scaled_rewards(self, rollout: Rollout) -> NDArray[Any]:
+        """Return rewards of a size that critics learn easily."""
+        if self._settings.reward_scale is None:
+            return self._scale_rewards(rollout.rewards, rollout.terminations | rollout.truncations)
+        return self._settings.reward_scale * rollout.rewards
 
 
 class Agent(Protocol):
@@ -155,7 +179,7 @@ class Learner:
     def _prepare(self, rollout: Rollout) -> Batch:
         num_steps, num_envs = rollout.rewards.shape
         flat = torch.as_tensor(rollout.obs).flatten(0, 1).float()
-        actions = torch.as_tensor(rollout.actions).flatten()
+        actions = torch.as_tensor(rollout.actions).flatten(0, 1)
         _, logprobs, _, value = self._agent.get_action_and_value(flat, actions)
         values = value.reshape(num_steps, num_envs).numpy()
         advantages = estimate_advantages(

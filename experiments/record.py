@@ -14,13 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clusterenv import Rollout
-from experiments.settings import Settings
+from experiments.tasks import Settings
 
-# Of the stretch: episodes that finished, their mean return, mean divergence measured and age of the workers' policies.
-# Of the run so far: all else. Pulls are per worker, after the first copy that every rule makes; bytes of all workers.
+# own_return, in the first and the last row: of the learner's own policy, evaluated. Of the stretch: episodes that
+# finished on the workers, their mean return, mean divergence measured, age of the workers' policies. Of the run so far:
+# all else. Pulls are per worker, after the first copy that every rule makes; bytes to and from all workers.
 COLUMNS = (
     "rollout",
     "env_steps",
+    "own_return",
     "episodes",
     "return",
     "divergence",
@@ -34,8 +36,9 @@ COLUMNS = (
     "bytes_checks",
     "seconds",
 )
-NUM_ROWS = 100
-Curve = Mapping[str, NDArray[np.float64]]
+NUM_ROWS = 50
+Values = NDArray[np.float64]
+Curve = Mapping[str, Values]
 
 
 def partial_path(path: Path) -> Path:
@@ -53,12 +56,13 @@ class Record:
 
     def __init__(self, path: Path, settings: Settings) -> None:
         self._path = path
-        self._settings = settings
+        self._num_workers = settings.num_workers
         # At most so many rows, at most one a rollout.
         self._rollouts_per_row = -(-settings.num_rollouts // NUM_ROWS)
         self._num_rollouts = 0
         self._began = time.monotonic()
         self._stretch = Stretch()
+        self._stats: Mapping[str, Any] = {}
 
     def __enter__(self) -> Self:
         self._file = partial_path(self._path).open("w", newline="", buffering=1)
@@ -74,26 +78,39 @@ class Record:
         else:
             partial.unlink()
 
+    def begin(self, own_return: float) -> None:
+        """Note what the learner's own policy returned before it has learned anything."""
+        first = {"rollout": 0, "env_steps": 0, "own_return": own_return}
+        self._writer.writerow(write_number(first[name]) if name in first else "" for name in COLUMNS)
+
     def add(self, rollout: Rollout, stats: Mapping[str, Any]) -> None:
         """Note a rollout, and what the run has cost up to it."""
+        if self._num_rollouts and self._num_rollouts % self._rollouts_per_row == 0:
+            self._write(math.nan)
         self._num_rollouts += 1
+        self._stats = stats
         self._stretch.add(rollout, stats)
-        is_last = self._num_rollouts == self._settings.num_rollouts
-        if is_last or self._num_rollouts % self._rollouts_per_row == 0:
-            workers = self._settings.num_workers
-            row = {
-                "rollout": self._num_rollouts,
-                "env_steps": stats["env_steps"],
-                **self._stretch.describe(),
-                "versions": stats["updates"],
-                "pulls": stats["pulls"] / workers - 1,
-                **{name: stats.get(name, 0) / workers for name in COLUMNS if name.startswith("pulls_")},
-                "bytes_weights": stats["bytes_weights"],
-                "bytes_checks": stats["bytes_checks"],
-                "seconds": round(time.monotonic() - self._began, 2),
-            }
-            self._writer.writerow(write_number(row[name]) for name in COLUMNS)
-            self._stretch = Stretch()
+
+    def finish(self, own_return: float) -> None:
+        """Note what the learner's own policy returned when it had learned all it could."""
+        self._write(own_return)
+
+    def _write(self, own_return: float) -> None:
+        stats, workers = self._stats, self._num_workers
+        row = {
+            "rollout": self._num_rollouts,
+            "env_steps": stats["env_steps"],
+            "own_return": own_return,
+            **self._stretch.describe(),
+            "versions": stats["updates"],
+            "pulls": stats["pulls"] / workers - 1,
+            **{name: stats.get(name, 0) / workers for name in COLUMNS if name.startswith("pulls_")},
+            "bytes_weights": stats["bytes_weights"],
+            "bytes_checks": stats["bytes_checks"],
+            "seconds": round(time.monotonic() - self._began, 2),
+        }
+        self._writer.writerow(write_number(row[name]) for name in COLUMNS)
+        self._stretch = Stretch()
 
 
 class Stretch:
@@ -140,5 +157,5 @@ def read_steps(path: Path) -> int:
     try:
         last = path.read_text().splitlines()[-1].split(",")
         return int(last[COLUMNS.index("env_steps")])
-    except (FileNotFoundError, IndexError, ValueError):
+    except (OSError, IndexError, ValueError):
         return 0  # Not begun, or a line half written: the next look will see it.

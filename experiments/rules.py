@@ -1,72 +1,125 @@
-"""The sync rules that are compared, as they are named on the command line and in files."""
+"""The sync rules that are compared, as they are named in files."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
-from clusterenv import AdaptiveSync, EveryUpdate, PeriodicSync
+from clusterenv import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync, SyncBudget
 from clusterenv.policy import SyncRule
-from experiments.settings import Settings
-
-UNBOUNDED = 10**6  # Versions: more than any run makes.
+from clusterenv.policy.sync import Reason, Verdict
+from experiments.tasks import AnySettings, PpoSettings
 
 
 @dataclass(frozen=True)
 class Rule:
-    """When workers pull, and what the learner clips against.
+    """When workers pull, and what PPO clips against.
 
     Args:
-        threshold: Pull when diverged by more than this; None for every version.
-        period: Pull every `period`-th version; None for every one.
+        kind: every, adaptive (as shipped for the learner), unprotected (adaptive without its protections, for PPO),
+            periodic, staggered (periodic, the workers one after another), budget, or never.
+        value: The threshold, the period, or the pulls per update of all workers; every and never have none.
         is_plain: Whether the learner is plain PPO, which clips against the policy that made the data.
-        is_protected: Whether AdaptiveSync also pulls when the divergence stops growing, or at a lag.
     """
 
-    threshold: float | None = None
-    period: int | None = None
+    kind: str
+    value: float | None = None
     is_plain: bool = False
-    is_protected: bool = True
-
-    @property
-    def kind(self) -> str:
-        """The rules that look alike in figures."""
-        if self.threshold is not None and self.is_plain:
-            return "plain" if self.is_protected else "unprotected"
-        return "adaptive" if self.threshold is not None else "every" if self.period is None else "periodic"
 
     @property
     def name(self) -> str:
         """A name for files."""
-        if self.threshold is not None:
-            return f"{self.kind}-{self.threshold:g}"
-        return "every" if self.period is None else f"periodic-{self.period}"
+        return ("plain-" if self.is_plain else "") + self.kind + ("" if self.value is None else f"-{self.value:g}")
 
     @property
     def label(self) -> str:
         """How tables and figures call it."""
-        if self.threshold is not None:
-            suffix = {"plain": ", plain PPO", "unprotected": " without protections, plain PPO"}.get(self.kind, "")
-            return f"adaptive, threshold {self.threshold:g}{suffix}"
-        return "every update" if self.period is None else f"periodic, every {ordinal(self.period)}"
+        match self.kind:
+            case "every":
+                label = "every update"
+            case "periodic":
+                label = f"every {ordinal(self.number)}"
+            case "staggered":
+                label = f"every {ordinal(self.number)}, staggered"
+            case "budget":
+                label = f"budget, {self.value:g} pulls per update"
+            case "adaptive" | "unprotected":
+                label = f"{self.kind}, threshold {self.value:g}"
+            case _:
+                label = self.kind
+        return f"{label}, plain PPO" if self.is_plain else label
 
-    def make(self, settings: Settings) -> SyncRule:
+    @property
+    def number(self) -> int:
+        """The period."""
+        assert self.value is not None
+        return int(self.value)
+
+    def make(self, settings: AnySettings) -> SyncRule:
         """Return what ClusterEnv takes."""
-        if self.threshold is not None:
-            if not self.is_protected:
-                return AdaptiveSync(threshold=self.threshold, max_lag=UNBOUNDED, plateau=None)
-            return AdaptiveSync(threshold=self.threshold, max_lag=settings.max_lag, plateau=settings.plateau)
-        return EveryUpdate() if self.period is None else PeriodicSync(self.period)
+        match self.kind:
+            case "every":
+                return EveryUpdate()
+            case "never":
+                return NeverSync()
+            case "periodic":
+                return PeriodicSync(self.number)
+            case "staggered":
+                return Staggered(self.number, settings.num_workers)
+        assert self.value is not None
+        if self.kind == "budget":
+            return SyncBudget(pulls_per_update=self.value)
+        if self.kind == "adaptive" and isinstance(settings, PpoSettings):
+            return AdaptiveSync(self.value)
+        return AdaptiveSync.off_policy(self.value)
 
 
-EVERY = Rule()
+EVERY = Rule("every")
+ADAPTIVE = Rule("adaptive", 0.05)
 
 
 def read_rule(name: str) -> Rule:
     """Return the rule of a name."""
-    kind, _, number = name.partition("-")
-    if kind in ("adaptive", "plain", "unprotected"):
-        return Rule(float(number), is_plain=kind != "adaptive", is_protected=kind != "unprotected")
-    return Rule(period=int(number)) if kind == "periodic" else EVERY
+    is_plain = name.startswith("plain-")
+    kind, _, value = name.removeprefix("plain-").partition("-")
+    return Rule(kind, float(value) if value else None, is_plain)
+
+
+@dataclass(frozen=True)
+class Staggered:
+    """Pull every k-th version, the workers one after another and not all at once.
+
+    Args:
+        k: The period.
+        num_workers: Of the run.
+    """
+
+    k: int
+    num_workers: int
+
+    compares: ClassVar[bool] = False
+
+    @property
+    def max_lag(self) -> float:
+        """No worker falls farther behind."""
+        return self.k
+
+    def start(self) -> Self:
+        """Return itself: there is nothing to remember."""
+        return self
+
+    def judge(self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1) -> Verdict:
+        """Let the holders of the first version leave it evenly over the first period; then each keeps its turn."""
+        if own >= newest:
+            return Verdict(False, Reason.CURRENT)
+        if own == 0:
+            return Verdict(True, Reason.FIRST)
+        if newest - own >= self.k:
+            return Verdict(True, Reason.PERIOD)
+        num_due = math.floor((newest - 1) * self.num_workers / self.k) if own == 1 else 0
+        num_leaving = num_workers - (self.num_workers - num_due)
+        return Verdict(True, Reason.PERIOD, num_leaving) if num_leaving > 0 else Verdict(False, Reason.WAITING)
 
 
 def ordinal(number: int) -> str:
