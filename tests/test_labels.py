@@ -18,7 +18,7 @@ import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from clusterenv import AdaptiveSync, BasePolicy, ClusterEnv, Decision, EveryUpdate, SyncBudget
+from clusterenv import AdaptiveSync, BasePolicy, ClusterEnv, Decision, EveryUpdate, NeverSync, SyncBudget
 from clusterenv.errors import PolicyError
 from clusterenv.head.worker import Version
 from clusterenv.policy import Categorical, Custom, Deterministic, QValues, SquashedGaussian, divergence
@@ -63,6 +63,18 @@ def recompute(weights: dict[int, Floats], version: int, newest: int) -> float:
 def learn(agent: Linear, size: float) -> None:
     """Prefer one action more, or less: where states are alike, all parts of this step act in the same direction."""
     agent.matrix[:, 0] += size if agent.matrix[:, 0].sum() < agent.matrix[:, 1].sum() + 2 else -size
+
+
+def is_asleep(pid: int) -> bool:
+    """Whether a process waits, as a worker does whose answer has left, and the head that waits for another's."""
+
+    def switches() -> list[tuple[str, ...]]:
+        tasks = sorted(Path(f"/proc/{pid}/task").iterdir())
+        status = [dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines()) for task in tasks]
+        return [(each["Pid"], each["State"][0], each["voluntary_ctxt_switches"]) for each in status]
+
+    found = switches()
+    return all(state == "S" for _, state, _ in found) and switches() == found
 
 
 def assert_labelled(rollout: Rollout, weights: dict[int, Floats]) -> None:
@@ -489,17 +501,6 @@ def test_a_worker_that_is_lost_when_it_has_answered_leaves_its_label(remote: Bac
         while not holds():
             time.sleep(0.01)
 
-    def is_asleep(pid: int) -> bool:  # As a worker is whose answer has left, and the head that waits for the other's.
-        def switches() -> list[tuple[str, ...]]:
-            tasks = sorted(Path(f"/proc/{pid}/task").iterdir())
-            status = [
-                dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines()) for task in tasks
-            ]
-            return [(each["Pid"], each["State"][0], each["voluntary_ctxt_switches"]) for each in status]
-
-        found = switches()
-        return all(state == "S" for _, state, _ in found) and switches() == found
-
     agent, head = Linear(), os.getpid()
     never = AdaptiveSync(1e9, max_lag=10**6, plateau=None)
     with ClusterEnv([partial(Fatal, 0), partial(Fatal, 1)], sync=never, **remote) as envs:
@@ -510,6 +511,81 @@ def test_a_worker_that_is_lost_when_it_has_answered_leaves_its_label(remote: Bac
         rollout = envs.rollout(agent, 8)
         assert rollout.versions.tolist() == [1, 1]
         assert envs.rollout(agent, 8).versions.tolist() == [2, 1]
+        assert [loss.worker_index for loss in envs.losses] == [0]
+
+
+def test_weights_that_were_changed_before_a_worker_took_over_are_not_taken_for_the_version_before(
+    remote: Backend,
+) -> None:
+    agent = Linear()
+    weights = {1: agent.matrix.copy()}
+    with ClusterEnv(Alike, 2, sync=NeverSync(), **remote) as envs:
+        envs.reset(seed=1)
+        assert_labelled(envs.rollout(agent, 8), weights)
+        learn(agent, 0.5)
+        weights[2] = agent.matrix.copy()
+        os.kill(envs.worker_pids[0], signal.SIGKILL)
+        while not envs.losses:  # Somebody takes over while the learner does not speak of its policy.
+            envs.step(envs.action_space.sample())
+        rollout = envs.rollout(agent, 8)
+        assert rollout.versions.tolist() == [2, 1]
+        for column, version in enumerate(rollout.versions.tolist()):
+            logits = rollout.obs[:, column] @ weights[version]
+            logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+            expected = np.take_along_axis(logprobs, rollout.actions[:, column, None], axis=-1)[:, 0]
+            np.testing.assert_allclose(rollout.logprob[:, column], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_worker_that_took_long_to_take_a_policy_over_is_given_the_newest_weights(
+    remote: Backend, tmp_path: Path
+) -> None:
+    def wait_for(name: str) -> None:
+        while not (tmp_path / name).exists():
+            time.sleep(0.01)
+
+    class Slow(Linear):
+        """From when it is said, takes its time to come to a worker."""
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            self.__dict__.update(state)
+            if (tmp_path / "slow").exists():
+                (tmp_path / "coming").touch()
+                wait_for("go on")
+
+    class Fatal(Alike):
+        """The last one once ends the first, which has answered, and waits until a successor is given the policy."""
+
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self._index = index
+
+        def step(self, action: Any) -> Any:
+            doomed = tmp_path / "doomed"
+            if self._index == 1 and doomed.exists():
+                pid, head = map(int, doomed.read_text().split())
+                doomed.unlink()
+                wait_for("done")
+                while not (is_asleep(pid) and is_asleep(head)):
+                    time.sleep(0.01)
+                (tmp_path / "slow").touch()
+                os.kill(pid, signal.SIGKILL)
+                wait_for("coming")
+            elif self._index == 0 and self._step == 8:
+                (tmp_path / "done").touch()
+            return super().step(action)
+
+    agent = Slow()
+    with ClusterEnv([partial(Fatal, 0), partial(Fatal, 1)], sync=EveryUpdate(), **remote) as envs:
+        envs.reset(seed=1)
+        assert set(envs.rollout(agent, 8).versions) == {1}
+        learn(agent, 0.01)
+        (tmp_path / "doomed").write_text(f"{envs.worker_pids[0]} {os.getpid()}")
+        assert envs.rollout(agent, 8).versions.tolist() == [2, 2]
+        learn(agent, 0.01)
+        (tmp_path / "go on").touch()
+        rollout = envs.rollout(agent, 8)
+        assert rollout.versions.tolist() == [3, 3]
+        assert_labelled(rollout, {3: agent.matrix.copy(), 2: agent.matrix, 1: agent.matrix})
         assert [loss.worker_index for loss in envs.losses] == [0]
 
 

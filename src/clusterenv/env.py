@@ -170,7 +170,7 @@ class ClusterEnv(BackedVectorEnv):
         self._rollouts = Rollouts(backend, sync or EveryUpdate(), layouts, self.autoreset_mode, copies=copy)
         if isinstance(backend, Remote):
             backend.preparation.on_adopted = self._rollouts.versions.note_adopted
-            backend.preparation.weights_now = self._rollouts.versions.encode_newest
+            backend.preparation.weights_now = self._rollouts.versions.offer_newest
             backend.on_missing = self._rollouts.versions.note_missing
         self._exchange = Exchange(backend, *layouts)
         self._is_agents_step = False  # Whether workers choose the actions of the step under way.

@@ -33,12 +33,14 @@ class PreparationRequest(NamedTuple):
         accept: Takes the answer, unless that is `Failed`; may raise WireError.
         destination: Where arrays that come with the answer go.
         arrays: What goes with the request.
+        then: Returns what else is to be asked once it is answered.
     """
 
     make: Callable[[int], Request]
     accept: Callable[[Reply], object]
     destination: Destination = no_arrays
     arrays: Sequence[Any] = ()
+    then: Callable[[], Sequence[PreparationRequest]] = tuple
 
 
 class Preparation:
@@ -51,7 +53,8 @@ class Preparation:
         adoption: Makes the request to adopt the policy, if there is one.
         on_adopted: Told of each worker that was given the policy in this way.
         packages: What workers have imported.
-        weights_now: Returns the newest version and its weights, encoded and cut, for such a worker.
+        weights_now: Returns the newest version and its weights, encoded and cut, for such a worker; None if it must
+            wait for the next call that takes a policy.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Preparation:
         self.was_reset = False
         self.adoption: Callable[..., messages.Adopt] | None = None
         self.on_adopted: Callable[[Worker, int], None] = lambda worker, version: None
-        self.weights_now: Callable[[], tuple[int, Frames]] = lambda: (0, [])
+        self.weights_now: Callable[[], tuple[int, Frames] | None] = lambda: None
         self.packages = Packages(workers)
         self._is_open = False
         self._calls = calls
@@ -182,18 +185,32 @@ class Preparation:
             lambda call: messages.Resume(call, shown, seeds, seen, ended), partial(expect, messages.Returned)
         )
 
-    def _adoption_of(self, worker: Worker) -> list[PreparationRequest]:
+    def _adoption_of(self, worker: Worker, old: int = 0) -> list[PreparationRequest]:
+        """Give a worker the policy; once more if the learner has gone on meanwhile, since the first time may take long.
+
+        Args:
+            worker: Who takes over.
+            old: The version that it was given just now.
+        """
         adoption = self.adoption
-        if adoption is None:
+        weights = None if adoption is None else self.weights_now()
+        if adoption is None or weights is None or weights[0] == old:
             return []
-        version, frames = self.weights_now()
+        version, frames = weights
 
         def accept(reply: Reply) -> None:
             self.packages.note(worker, expect(messages.Adopted, reply).packages)
             self.packages.tell()
             self.on_adopted(worker, version)
 
-        return [PreparationRequest(lambda call: adoption(call=call, version=version), accept, arrays=frames)]
+        return [
+            PreparationRequest(
+                lambda call: adoption(call=call, version=version),
+                accept,
+                arrays=frames,
+                then=tuple if old else partial(self._adoption_of, worker, version),
+            )
+        ]
 
 
 def _numbered(make: Make, worker: Worker, call: int) -> Request:

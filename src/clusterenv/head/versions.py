@@ -340,6 +340,19 @@ class Versions:
         self.judge_again(worker)
         return None
 
+    def offer_newest(self) -> tuple[int, Frames] | None:
+        """Return the newest version and its weights for a worker that takes over in any call; None if it has to wait.
+
+        The learner may have changed its weights since the last call that took the policy: they are a new version.
+        """
+        try:
+            if self._policy is not None and self.notice(self._policy):
+                return self.encode_newest()
+        except PolicyError:
+            pass  # The next call that takes the policy says so.
+        self.forget_policy()  # All are given it anew then.
+        return None
+
     def encode_newest(self) -> tuple[int, Frames]:
         """Return the newest version and its weights, encoded and cut once for all workers that get them by message."""
         if self._encoded is None or self._encoded[0] != self.newest:

@@ -20,7 +20,7 @@ from clusterenv.head.infos import StepReader
 from clusterenv.head.machines import Machines
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.pending import PendingCall, step_destination
-from clusterenv.head.preparation import Preparation
+from clusterenv.head.preparation import Preparation, PreparationRequest
 from clusterenv.head.supervisor import GiveUp, Loss, Prepare, Restart, Supervisor
 from clusterenv.head.worker import StreamWork, Worker, WorkerState
 from clusterenv.launchers.base import Fleet
@@ -406,24 +406,34 @@ class Workers:
     def _prepare(self, action: Prepare) -> None:
         """Send a worker what its stage is about."""
         worker = action.worker
-        requests = self.preparation.requests(worker, action.stage)
-        left = len(requests)
+        left = 0
 
-        def on_reply(accept: Callable[[Reply], object], _worker: Worker, reply: Reply) -> None:
+        def on_reply(request: PreparationRequest, _worker: Worker, reply: Reply) -> None:
             nonlocal left
             if isinstance(reply, Failed):
                 self._note_failed_preparation(worker, reply)
                 return
-            accept(reply)
+            request.accept(reply)
             left -= 1
+            ask(request.then())
+
+        def ask(requests: Sequence[PreparationRequest]) -> None:
+            nonlocal left
+            left += len(requests)
+            for request in requests:
+                call = self.calls.next_number()
+                self.calls.send(
+                    worker,
+                    request.make(call),
+                    call,
+                    partial(on_reply, request),
+                    destination=request.destination,
+                    arrays=request.arrays,
+                )
             if not left:
                 self._note_prepared(worker)
 
-        for make, accept, destination, arrays in requests:
-            call = self.calls.next_number()
-            self.calls.send(worker, make(call), call, partial(on_reply, accept), destination=destination, arrays=arrays)
-        if not requests:
-            self._note_prepared(worker)
+        ask(self.preparation.requests(worker, action.stage))
 
     def _note_prepared(self, worker: Worker) -> None:
         self.supervisor.prepared(worker, time.monotonic())
