@@ -76,6 +76,8 @@ class ClusterEnv(BackedVectorEnv):
     however many workers there are.
     """
 
+    _stream: Stream | InlineStream | None = None
+
     def __init__(
         self,
         env: EnvArgument,
@@ -176,7 +178,6 @@ class ClusterEnv(BackedVectorEnv):
         self._is_agents_step = False  # Whether workers choose the actions of the step under way.
         self._is_exchanging = False  # Whether `send` or `recv` may have left something behind.
         self._agent: tuple[object, tuple[str, ...] | None, Policy] | None = None
-        self._stream: Stream | InlineStream | None = None
         self._are_alike = False  # Whether it is known that the environments are all of one kind.
         self._recorder: weakref.ref[object] | None = None  # Who lets the workers record.
 
