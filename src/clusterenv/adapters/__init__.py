@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from clusterenv.errors import PolicyError
-from clusterenv.policy.contents import ArrayKind
+from clusterenv.policy.array_kinds import ArrayKind
 from clusterenv.policy.policy import FunctionPolicy, Policy, Selected, TrackedPolicy
 
 __all__ = ["as_policy", "as_separate_policy", "as_travelling_policy"]

@@ -17,7 +17,7 @@ from torch import distributions as td
 from clusterenv.adapters.torch import TorchPolicy
 from clusterenv.adapters.torch.module import as_floats
 from clusterenv.errors import PolicyError
-from clusterenv.policy.contents import NumpyArrays
+from clusterenv.policy.array_kinds import NumpyArrays
 from clusterenv.policy.families import Deterministic
 
 

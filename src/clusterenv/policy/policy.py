@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
-from clusterenv.policy.contents import ArrayKind, Contents, Delivered
+from clusterenv.policy.array_kinds import ArrayKind
+from clusterenv.policy.contents import Contents, Delivered
 from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution
 from clusterenv.policy.weights import Weights, WeightsSpec
 

@@ -13,7 +13,8 @@ from clusterenv.adapters.jax.exported import ExportedPolicy, count_rows, repeat_
 from clusterenv.adapters.jax.networks import Network, read_network
 from clusterenv.adapters.jax.outputs import OUTPUTS, Output, Reader
 from clusterenv.errors import ConfigError, PolicyError
-from clusterenv.policy.contents import Contents, NumpyArrays
+from clusterenv.policy.array_kinds import NumpyArrays
+from clusterenv.policy.contents import Contents
 from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution
 from clusterenv.policy.policy import Decision, State, Tree, map_tree
 from clusterenv.policy.weights import Weights, WeightsSpec

@@ -13,7 +13,8 @@ from torch.distributions import Distribution as TorchDistribution
 from torch.nn.utils import parametrize
 
 from clusterenv.errors import PolicyError
-from clusterenv.policy.contents import Contents, Delivered, sample
+from clusterenv.policy.array_kinds import sample
+from clusterenv.policy.contents import Contents, Delivered
 from clusterenv.policy.distribution import Array, Floats
 from clusterenv.policy.policy import State, Tree, map_tree
 
@@ -23,6 +24,7 @@ Prepare: TypeAlias = Callable[[Tree], TensorTree]
 _SAMPLES_PER_TENSOR = 16
 _CPU = torch.device("cpu")
 # What every module has and no user changes by hand; hooks that act on a forward pass are not among it.
+_LAST_ASKED = frozenset({"distribution"})  # Where SB3's models keep the one that they made last.
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {
     *("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 }
@@ -106,6 +108,8 @@ class TorchArrays:
         return None
 
     def hidden(self, obj: object) -> frozenset[str]:
+        if type(obj).__module__ == "stable_baselines3.common.distributions":
+            return _LAST_ASKED
         return _BOOKKEEPING if isinstance(obj, nn.Module) else frozenset()
 
     def is_weight(self, obj: torch.Tensor) -> bool:

@@ -1,0 +1,102 @@
+"""Arrays of different frameworks: how they are told apart, read, written and watched for changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from clusterenv.policy.distribution import Array
+
+SMALL_BYTES = 1 << 16
+"""Arrays and objects below this size are compared in full."""
+
+_NUM_SAMPLES = 1024  # Numbers of a large array that are compared.
+
+
+class ArrayKind(Protocol):
+    """How one framework's arrays are told apart, read and written. Only its name travels."""
+
+    def is_array(self, obj: object) -> bool:
+        """Whether it is one of this framework's arrays."""
+
+    def view(self, obj: Any) -> Array:
+        """Return the numbers; the array's own memory if that is possible."""
+
+    def write(self, obj: Any, array: Array) -> None:
+        """Overwrite the numbers in place."""
+
+    def watch(self, arrays: Sequence[Any]) -> Callable[[], Hashable]:
+        """Return what returns a value that differs from an earlier one if any of these arrays was written to."""
+
+    def reduce(self, obj: Any, *, has_values: bool) -> tuple[Any, ...]:
+        """Pickle an array: with its numbers, or to be filled later."""
+
+    def replace(self, obj: Any) -> object:
+        """Return what travels in place of an object: itself, or for instance None for an optimizer."""
+
+    def reduce_object(self, obj: Any) -> tuple[Any, ...] | None:
+        """Pickle an object, other than an array, that cannot be pickled as it is; None for all others."""
+
+    def hidden(self, obj: Any) -> frozenset[str]:
+        """Return the attributes of an object that are bookkeeping."""
+
+    def is_weight(self, obj: Any) -> bool:
+        """Whether an array is of a learner's own making, whatever its size: a parameter."""
+
+
+class NumpyArrays:
+    """Arrays of numpy."""
+
+    def is_array(self, obj: object) -> bool:
+        return isinstance(obj, np.ndarray) and obj.dtype.kind in "biufc"
+
+    def view(self, obj: Any) -> Array:
+        array: Array = obj
+        return array
+
+    def write(self, obj: Any, array: Array) -> None:
+        np.copyto(obj, array)
+
+    def watch(self, arrays: Sequence[Any]) -> Callable[[], Hashable]:
+        samples = [_sampler(array) for array in arrays]
+        return lambda: b"".join([read() for read in samples])
+
+    def reduce(self, obj: Any, *, has_values: bool) -> tuple[Any, ...]:
+        if has_values:
+            return tuple(obj.__reduce_ex__(5))
+        return np.zeros, (obj.shape, obj.dtype)
+
+    def replace(self, obj: Any) -> object:
+        return obj
+
+    def reduce_object(self, obj: Any) -> tuple[Any, ...] | None:
+        return None
+
+    def hidden(self, obj: Any) -> frozenset[str]:
+        return frozenset()
+
+    def is_weight(self, obj: Any) -> bool:
+        return False
+
+
+NUMPY = NumpyArrays()
+
+
+def sample(array: Array) -> Array:
+    """Return a view of the whole array, or of some of its numbers if it is too large to be compared in full."""
+    flat = array.reshape(-1)
+    return flat if array.nbytes < SMALL_BYTES else flat[:: max(1, flat.size // _NUM_SAMPLES)]
+
+
+def _sampler(array: Array) -> Callable[[], bytes]:
+    """Return what reads the array, or some of its numbers, from its own memory however that is laid out."""
+    if array.flags.c_contiguous or array.nbytes < SMALL_BYTES:
+        view = sample(array) if array.flags.c_contiguous else array
+        return lambda: view.tobytes()
+    if array.flags.f_contiguous:
+        view = sample(array.T)
+        return lambda: view.tobytes()
+    where = np.unravel_index(np.arange(0, array.size, max(1, array.size // _NUM_SAMPLES)), array.shape)
+    return lambda: array[where].tobytes()

@@ -1,0 +1,345 @@
+"""The walk through everything that a pickle would copy: what is kept where, and what of it can change."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import random
+import sys
+from collections.abc import Hashable, Iterator, Sequence
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import cloudpickle
+import numpy as np
+
+from clusterenv.policy.array_kinds import NUMPY, SMALL_BYTES, ArrayKind
+from clusterenv.policy.stripping import SCALARS, dump
+from clusterenv.policy.weights import Weights
+
+Access: TypeAlias = Literal["attribute", "item", "cell", "global"]
+
+_MAX_ITEMS = 1000  # A longer list is data, not settings.
+_MODULE_DICTS = ("_modules", "_parameters", "_buffers")  # Where a torch module keeps what it is made of.
+_RANDOM = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+_FIXED = (type, FunctionType, BuiltinFunctionType, ModuleType, np.dtype, np.ufunc)
+
+
+class Place(NamedTuple):
+    """Where something is kept: an attribute, an item, a cell of a closure, a global of a function."""
+
+    owner: Any
+    access: Access
+    key: Any
+
+    def read(self) -> Any:
+        return self.mapping()[self.key]
+
+    def mapping(self) -> Any:
+        """Return what is subscripted by the key to read."""
+        match self.access:
+            case "attribute":
+                return _Slots(self.owner) if not hasattr(self.owner, "__dict__") else vars(self.owner)
+            case "global":
+                return self.owner.__globals__
+            case "cell":
+                return _Cells(self.owner)
+            case "item":
+                return self.owner
+
+    def write(self, value: Any) -> None:
+        if self.access == "attribute" and (isinstance(self.owner, type) or not hasattr(self.owner, "__dict__")):
+            setattr(self.owner, self.key, value)
+        else:
+            self.mapping()[self.key] = value
+
+
+class Walk:
+    """One walk through all that a pickle would copy."""
+
+    def __init__(self, kinds: Sequence[ArrayKind], own: Weights) -> None:
+        self.signature: list[Hashable] = []
+        self.arrays: dict[str, tuple[ArrayKind, Any]] = {}
+        self.slots: list[tuple[Place, str]] = []
+        self.scalars: list[tuple[Place, str]] = []
+        self.deep: list[tuple[Place, str]] = []
+        self.same: list[tuple[Place, Any]] = []
+        self.containers: list[Any] = []
+        self.warnings: list[str] = []
+        self.unsendable: list[str] = []
+        self._kinds = (*kinds, NUMPY)
+        self._own = list(own.values())
+        self._weight_dicts: set[int] = set()
+        self._first: dict[
+            int, str
+        ] = {}  # Where each was met first: what is bound to it elsewhere is part of the structure.
+        self._seen: dict[int, Any] = {}  # Holds what it has seen, so that no id is given away twice.
+
+    def visit(self, obj: Any, place: Place | None, path: str) -> None:
+        if type(obj) in SCALARS:
+            if place is not None:
+                self.scalars.append((place, path))
+                self.slots.append((place, path))
+            return
+        if place is not None and isinstance(obj, _RANDOM):
+            return  # Each worker draws its own random numbers.
+        for kind in self._kinds:
+            obj = kind.replace(obj)
+            if kind.is_array(obj):
+                self._visit_array(kind, obj, place, path)
+                return
+        if place is not None:
+            self.same.append((place, place.read()))
+        if id(obj) in self._seen:
+            self.signature.append((path, "is", self._first.get(id(obj))))
+            return
+        self._seen[id(obj)] = obj
+        self._first[id(obj)] = path
+        self._visit_object(obj, place, path)
+
+    def _visit_array(self, kind: ArrayKind, array: Any, place: Place | None, path: str) -> None:
+        is_weight = place is None or id(place.owner) in self._weight_dicts or kind.is_weight(array)
+        is_value = not is_weight and kind.view(array).nbytes < SMALL_BYTES
+        if kind is NUMPY and any(array is own or np.shares_memory(array, own) for own in self._own):
+            if place is not None:
+                self.same.append((place, array))
+        elif is_value and place is not None:
+            self.deep.append((place, path))
+            self.slots.append((place, path))
+        else:
+            if place is not None:
+                self.same.append((place, array))
+            if id(array) not in self._seen:
+                self._seen[id(array)] = array
+                name = path or "array"
+                while name in self.arrays:
+                    name += "'"
+                self.arrays[name] = kind, array
+                self._first[id(array)] = name
+                self.signature.append((name, kind.view(array).shape, kind.view(array).dtype.str))
+                if kind is NUMPY and array.nbytes >= SMALL_BYTES:
+                    self.warnings.append(
+                        f"The agent carries an array of {array.nbytes} bytes ({path or 'its own'}), of which only "
+                        "samples are compared: a change of a few of its numbers may not reach the workers. Call "
+                        "envs.publish(agent) after such a change, or keep what only the learner needs elsewhere."
+                    )
+            else:
+                self.signature.append((path, "is", self._first.get(id(array))))
+
+    def _visit_object(self, obj: Any, place: Place | None, path: str) -> None:
+        if isinstance(obj, FunctionType):
+            if _is_by_value(obj):
+                self._visit_function(obj, path)
+            else:
+                self._visit_leaf(obj, place, path)
+        elif isinstance(obj, type):
+            if _is_by_value(obj):
+                self._visit_class(obj, path)
+            else:
+                self._visit_leaf(obj, place, path)
+        elif isinstance(obj, MethodType):
+            self.visit(obj.__self__, None, path)
+            self.visit(obj.__func__, None, path)
+        elif isinstance(obj, functools.partial):
+            self.signature.append((path, "partial", len(obj.args)))
+            self.visit(obj.func, None, path)
+            self.visit(obj.args, None, path)
+            self.visit(obj.keywords, None, path)
+        elif type(obj) in (dict, list, tuple) or _is_ordered_dict(obj):
+            self._visit_container(obj, place, path)
+        else:
+            self._visit_instance(obj, place, path)
+
+    def _visit_instance(self, obj: Any, place: Place | None, path: str) -> None:
+        reduced = next((found for kind in self._kinds if (found := kind.reduce_object(obj)) is not None), None)
+        if isinstance(obj, _FIXED) or (reduced is None and not _has_plain_state(obj)):
+            self._visit_leaf(obj, place, path)
+        else:
+            cls = type(obj) if reduced is None else reduced[1][0]
+            self.signature.append((path, cls))
+            self.visit(cls, None, path)
+            hidden = frozenset[str]().union(*(kind.hidden(obj) for kind in self._kinds))
+            attributes = vars(obj) if hasattr(obj, "__dict__") else _Slots(obj)
+            self.containers.append(attributes)
+            for name in attributes:
+                if name not in hidden:
+                    inner = "" if name in _MODULE_DICTS else name
+                    if name in ("_parameters", "_buffers"):
+                        self._weight_dicts.add(id(attributes[name]))
+                    self.visit(attributes[name], Place(obj, "attribute", name), _join(path, inner))
+
+    def _visit_container(self, obj: Any, place: Place | None, path: str) -> None:
+        if len(obj) > _MAX_ITEMS:
+            self.signature.append((path, type(obj)))
+            self.warnings.append(
+                f"The agent carries a {type(obj).__name__} of {len(obj)} items ({path or 'its own'}): what changes in "
+                "it does not reach the workers. Keep what only the learner needs outside of the agent, make it an "
+                "array if the policy needs it, or call envs.publish(agent) after each change."
+            )
+            return
+        self.signature.append((path, type(obj), tuple(obj) if isinstance(obj, dict) else len(obj)))
+        if isinstance(obj, tuple):
+            if place is not None and all(type(item) in SCALARS for item in obj):
+                self._visit_leaf(obj, place, path)
+                return
+            self.signature.append(tuple((type(item), repr(item)) for item in obj if type(item) in SCALARS))
+            for index, item in enumerate(obj):
+                if type(item) not in SCALARS:
+                    self.visit(item, None, _join(path, str(index)))
+            return
+        self.containers.append(obj)
+        for key in list(obj) if isinstance(obj, dict) else range(len(obj)):
+            self.visit(obj[key], Place(obj, "item", key), _join(path, str(key)))
+
+    def _visit_function(self, function: FunctionType, path: str) -> None:
+        self.signature.append((path, function.__code__))
+        for index, cell in enumerate(function.__closure__ or ()):
+            name = function.__code__.co_freevars[index]
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                try:
+                    value = cell.cell_contents
+                except ValueError:  # Empty so far.
+                    continue
+                self.visit(value, Place(function, "cell", index), _join(path, name))
+        for name in _globals_of(function.__code__):
+            if name in function.__globals__ and not isinstance(function.__globals__[name], ModuleType):
+                key = id(function.__globals__), name
+                if hash(key) not in self._seen:
+                    self._seen[hash(key)] = key
+                    self.visit(function.__globals__[name], Place(function, "global", name), _join(path, name))
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.visit(default, None, path)
+        if vars(function):
+            self._visit_container(vars(function), None, path)
+
+    def _visit_class(self, cls: type, path: str) -> None:
+        self.signature.append((path, cls))
+        for base in cls.__mro__[:-1]:
+            if not _is_by_value(base):
+                continue
+            for name, value in list(vars(base).items()):
+                function = getattr(value, "__func__", value)  # A class method or a static method.
+                if isinstance(value, property):
+                    self.visit(value.fget, None, path)
+                elif isinstance(function, FunctionType):
+                    self.visit(getattr(function, "__wrapped__", function), None, path)
+                    self.visit(function, None, path)
+                elif isinstance(value, MemberDescriptorType | GetSetDescriptorType):
+                    continue  # How slots are read: instances have the values.
+                elif not name.startswith("__") and not name.startswith("_abc"):
+                    self.visit(value, Place(base, "attribute", name), _join(path, name))
+
+    def _visit_leaf(self, obj: Any, place: Place | None, path: str) -> None:
+        """Note something that is sent as it is, if it is replaced by another."""
+        if place is None or isinstance(obj, ModuleType):
+            self.signature.append((path, obj if isinstance(obj, _FIXED) else type(obj)))
+            return
+        if isinstance(obj, (*_FIXED, tuple)):
+            self.slots.append((place, path))
+            return
+        try:
+            size = len(dump(obj, self._kinds))
+        except Exception:  # noqa: BLE001 - what cannot be pickled is told by `pack`, with what to do about it
+            self.signature.append((path, type(obj)))
+            self.unsendable.append(path)
+            return
+        if size > SMALL_BYTES:
+            self.signature.append((path, type(obj)))
+            self.warnings.append(
+                f"The agent carries a {type(obj).__name__} ({path}) whose changes do not reach the workers: it is too "
+                "large to be compared at every call. Keep what only the learner needs outside of the agent, or call "
+                "envs.publish(agent) after each change."
+            )
+            return
+        self.deep.append((place, path))
+        self.slots.append((place, path))
+
+
+class _Cells:
+    """The cells of a function's closure, by index."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._cells = function.__closure__ or ()
+
+    def __getitem__(self, index: int) -> Any:
+        return self._cells[index].cell_contents
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        self._cells[index].cell_contents = value
+
+
+class _Slots:
+    """The attributes of an object that has __slots__ instead of a dict."""
+
+    def __init__(self, obj: Any) -> None:
+        self._obj = obj
+        names = [name for cls in type(obj).__mro__ for name in getattr(cls, "__slots__", ())]
+        self._names = [name for name in names if hasattr(obj, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._obj, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._obj, name, value)
+
+
+def _is_by_value(obj: Any) -> bool:
+    """Tell whether cloudpickle copies a function or class, rather than import it on the other side."""
+    module = sys.modules.get(getattr(obj, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__":
+        return True
+    registered = cloudpickle.list_registry_pickle_by_value()
+    if any(module.__name__ == name or module.__name__.startswith(f"{name}.") for name in registered):
+        return True
+    found: Any = module
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is not obj
+
+
+@functools.cache
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """Return the globals that a function, and functions inside it, may read."""
+    names = dict.fromkeys(
+        instruction.argval for instruction in dis.get_instructions(code) if instruction.opname.endswith("_GLOBAL")
+    )
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= dict.fromkeys(_globals_of(constant))
+    return tuple(names)
+
+
+def _has_plain_state(obj: Any) -> bool:
+    """Tell whether an object is pickled attribute by attribute."""
+    cls: Any = type(obj)
+    if cls is SimpleNamespace:
+        return True
+    if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
+        return False
+    if isinstance(obj, dict | list | tuple | set | frozenset | str | bytes | int | float | complex):
+        return False  # It has more to it than its attributes.
+    return hasattr(obj, "__dict__") or any(getattr(base, "__slots__", ()) for base in cls.__mro__)
+
+
+def _is_ordered_dict(obj: Any) -> bool:
+    return isinstance(obj, dict) and type(obj).__module__ == "collections"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
