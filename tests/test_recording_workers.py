@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode
 from clusterenv import AdaptiveSync, ClusterEnv, NativeVector, Recorder
 from clusterenv.cli import main
 from clusterenv.errors import ConfigError, RecordingError
-from tests.conftest import Backend
+from tests.conftest import Backend, descendants, wait_until_gone
 from tests.policies import Hashing, Linear
 from tests.script import ROOT
 from tests.test_recording import assert_equal, by_environment, load, play
@@ -310,6 +310,7 @@ def test_after_the_head_was_killed_what_workers_have_recorded_can_be_merged(tmp_
     command = [sys.executable, "-c", KILLED, str(path)]
     ended = subprocess.run(command, cwd=ROOT, timeout=120, check=False, stdout=subprocess.PIPE)
     assert ended.returncode == -signal.SIGKILL
+    assert wait_until_gone(descendants()) == []
     assert len(json.loads(ended.stdout)) == len(list(path.rglob("*.piece"))) == 2
     merge(path)
     dataset = load(path)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import random
 import struct
 import sys
-import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -190,7 +190,7 @@ def _is_own(module: str | None) -> bool:
     place = getattr(sys.modules.get(module or ""), "__file__", None)
     if place is None or (module or "").partition(".")[0] == "clusterenv":
         return False
-    library = Path(sysconfig.get_path("stdlib"))
+    library = Path(os.__file__).parent
     return library not in Path(place).parents and not _INSTALLED & set(Path(place).parts)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import fcntl
 import json
 import logging
 import os
@@ -111,6 +110,10 @@ class Journal:
 
     def _lock(self) -> None:
         """Let nobody else write to the file while it is open here; with the process, the lock ends in any case."""
+        try:
+            import fcntl
+        except ImportError:  # Windows has none.
+            return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

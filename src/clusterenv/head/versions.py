@@ -389,8 +389,8 @@ class Versions:
         self.forget_policy()  # Should adopting fail halfway, no worker is trusted to hold any policy.
         stamp = policy.stamp()  # First: it finds out what there is.
         self._show(policy)
-        self._spec = WeightsSpec.of(policy.weights(), getattr(policy, "rounded", ()))
         form = self._find_form(policy) if self._rule.compares else None
+        self._spec = WeightsSpec.of(policy.weights(), getattr(policy, "rounded", ()))
         generation = generation_of(policy)
         num_copies = self._backend.adopt(policy, self._spec, self.newest + 1, arguments)
         self._policy, self._stamp, self._is_told, self._generation = policy, stamp, False, generation

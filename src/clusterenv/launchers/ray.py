@@ -339,7 +339,7 @@ class RayFleet:
             return ""
         return (
             ": the cluster's Python has no clusterenv, or another one; install the head's version in its image, or "
-            "have Ray do so: RayLauncher(runtime_env={'pip': ['clusterenv']})"
+            "have Ray do so: RayLauncher(runtime_env={'pip': ['clusterenv-rl']})"
         )
 
 

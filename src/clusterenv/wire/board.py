@@ -13,7 +13,6 @@ copied before it is looked at, and counts only if it has the digest that the hea
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import secrets
@@ -27,14 +26,15 @@ from typing import Any, TypeAlias
 
 from clusterenv.wire.messages import BoardAddress, Copy
 
+if hasattr(os, "memfd_create"):
+    import fcntl  # Windows has none, and no use for it: there are memfds on Linux only.
+
 _NUM_KEPT = 2  # The newest, and the one before it, which somebody may be reading.
 _TOKEN_BYTES = 16
 _ENTRY = struct.Struct("=Qq")
 _SIZE_BYTES = _TOKEN_BYTES + _NUM_KEPT * _ENTRY.size
 _NO_ENTRY = _ENTRY.pack(0, -1)
 _PIECE_BYTES = 1 << 30  # Linux reads and writes at most two of these at a time.
-_FIXED_SIZE = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
-
 
 Buffer: TypeAlias = Any  # What `hashlib` takes: bytes, arrays, frames. Python names it from 3.12 on.
 
@@ -60,7 +60,7 @@ class Board:
             raise OSError("this system has no nameless memory")
         token = secrets.token_bytes(_TOKEN_BYTES)
         self._kept: deque[tuple[int, int]] = deque()  # Versions and descriptors, the newest last.
-        self._descriptor = _make_memory([token, _NO_ENTRY * _NUM_KEPT], _FIXED_SIZE)
+        self._descriptor = _make_memory([token, _NO_ENTRY * _NUM_KEPT], is_writable=True)
         self._device = os.fstat(self._descriptor).st_dev  # All nameless memory is on one device, and nothing else is.
         self.address = BoardAddress(os.getpid(), self._descriptor, token)
 
@@ -70,7 +70,7 @@ class Board:
         Raises:
             OSError: There is no memory, or no descriptor, for them.
         """
-        descriptor = _make_memory(pieces, _FIXED_SIZE | fcntl.F_SEAL_WRITE)
+        descriptor = _make_memory(pieces, is_writable=False)
         gone = self._kept.popleft() if len(self._kept) == _NUM_KEPT else None
         self._kept.append((version, descriptor))
         entries = [_ENTRY.pack(*each) for each in self._kept]
@@ -163,15 +163,16 @@ def digest_of(pieces: Iterable[Buffer]) -> bytes:
     return digest.digest()
 
 
-def _make_memory(pieces: Sequence[bytes | memoryview], seals: int) -> int:
-    """Return a descriptor of nameless memory with this content."""
+def _make_memory(pieces: Sequence[bytes | memoryview], *, is_writable: bool) -> int:
+    """Return a descriptor of nameless memory with this content, and of this size forever."""
     descriptor = os.memfd_create("clusterenv-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         for piece in pieces:
             left = memoryview(piece)
             while len(left):
                 left = left[os.write(descriptor, left[:_PIECE_BYTES]) :]
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals if is_writable else seals | fcntl.F_SEAL_WRITE)
     except BaseException:
         os.close(descriptor)
         raise

@@ -13,16 +13,24 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 
-# How many leading numbers of a version must be equal: pickled code depends on Python's minor version, pickled spaces
-# on Gymnasium's, and arrays inside them on NumPy's major version.
+import clusterenv
+
 _MAX_CHARACTERS = 100
 _MAX_FILES = 500
-_PARTS = {"python": 2, "gymnasium": 2, "numpy": 1}
+# How many leading numbers of a version must be equal: pickled policies refer to classes of clusterenv itself, pickled
+# code depends on Python's minor version, pickled spaces on Gymnasium's, arrays inside them on NumPy's major version.
+_PARTS = {"clusterenv": 3, "python": 2, "gymnasium": 2, "numpy": 1}
+_DISTRIBUTIONS = {"clusterenv": "clusterenv-rl"}
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions in this process; for clusterenv itself the protocol's number counts."""
-    return {"python": platform.python_version(), "gymnasium": gymnasium.__version__, "numpy": np.__version__}
+    """Return the versions in this process."""
+    return {
+        "clusterenv": clusterenv.__version__,
+        "python": platform.python_version(),
+        "gymnasium": gymnasium.__version__,
+        "numpy": np.__version__,
+    }
 
 
 def imported_packages(before: Collection[str] = ()) -> dict[str, str]:
@@ -61,7 +69,7 @@ def find_conflict(head: Mapping[str, str], worker: Mapping[str, str]) -> str:
         return ""
     has = ", ".join(f"{name} {worker.get(name, 'of an unknown version')}" for name in wrong)
     needs = ", ".join(f"{name} {head[name]}" for name in wrong)
-    packages = " ".join(f"{name}=={head[name]}" for name in wrong if name != "python")
+    packages = " ".join(f"{_DISTRIBUTIONS.get(name, name)}=={head[name]}" for name in wrong if name != "python")
     remedy = f"pip install {packages}" if "python" not in wrong else f"use Python {_cut(head['python'], 2)} there"
     return f"it has {has}, the head {needs}: {remedy}"
 
