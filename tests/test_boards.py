@@ -13,6 +13,7 @@ import pytest
 
 from clusterenv.wire.board import Board, Unreachable, describe_machine, digest_of
 from clusterenv.wire.messages import BoardAddress, Copy
+from clusterenv.worker.wanted import Wanted
 
 WEIGHTS = bytes(range(256)) * 4096
 
@@ -45,7 +46,21 @@ def test_what_is_kept_is_read_and_the_one_before_it_too(carrier: Board, reader: 
     assert found is not None
     assert bytes(found) == WEIGHTS
     assert reader.read(copy_of(carrier), 2) is not None
-    assert reader.read(copy_of(carrier), 1) is None
+    assert reader.read(copy_of(carrier), 4) is None
+    with pytest.raises(Unreachable, match="newer ones only"):
+        reader.read(copy_of(carrier), 1)
+
+
+def test_weights_that_are_followed_by_newer_ones_all_the_time_are_not_waited_for_forever(
+    carrier: Board, reader: Board
+) -> None:
+    wanted = Wanted(reader, silence_s=10, hang_s=300)
+    for number in range(1, 30):
+        wanted.set(number, copy_of(carrier), float(number))
+        assert wanted.look(float(number)) is None
+        if wanted.must_ask:
+            break
+    assert 10 < number < 15
 
 
 def test_a_board_that_is_gone_is_not_waited_for(carrier: Board, reader: Board) -> None:

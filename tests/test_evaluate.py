@@ -204,6 +204,10 @@ def by_python(obs: Any) -> Any:
     return np.array([random.randrange(3) for _ in obs])
 
 
+def by_several(obs: Any) -> Any:
+    return np.array([np.random.randint(3) if random.random() < 0.1 else int(np.argmax(row)) for row in obs])
+
+
 def by_choice(obs: Any, rng: Any) -> Any:
     return rng.choice(3, size=len(obs))
 
@@ -239,10 +243,10 @@ def forgetful_network() -> TorchPolicy:
 @pytest.mark.parametrize(
     "make",
     [
-        *(lambda agent=agent: agent for agent in (by_torch, by_numpy, by_python, by_choice)),
+        *(lambda agent=agent: agent for agent in (by_torch, by_numpy, by_python, by_several, by_choice)),
         *(sampling_network, sampling_memory, forgetful_network),
     ],
-    ids=["torch", "numpy", "python", "choice", "a network", "a recurrent one", "dropout"],
+    ids=["torch", "numpy", "python", "now and then", "choice", "a network", "a recurrent one", "dropout"],
 )
 def test_an_agent_whose_own_code_draws_has_the_same_table_whatever_runs_beside_an_episode(make: Any) -> None:
     tables = []

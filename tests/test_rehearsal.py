@@ -122,3 +122,35 @@ def test_it_takes_a_hundredth_of_the_time_at_most_whatever_an_evaluation_costs(s
     if seconds == 1e-4:  # Then every version is judged.
         assert rehearsal.num_judged == rehearsal.num_versions - 1
         assert 3 < rehearsal.num_pulls < 500
+
+
+def test_a_learners_own_module_is_not_run_for_it() -> None:
+    torch = pytest.importorskip("torch")
+    from clusterenv.adapters.torch import TorchPolicy
+
+    class Counting(torch.nn.Linear):  # type: ignore[misc, name-defined]  # what is imported here has no types
+        """Counts what it is shown, as normalisers do that people write themselves."""
+
+        def __init__(self) -> None:
+            super().__init__(4, 2)
+            self.register_buffer("num_seen", torch.zeros(()))
+
+        def forward(self, x: Any) -> Any:
+            self.num_seen: Any = self.num_seen + len(x)
+            return super().forward(x)
+
+    def categorical(module: Any, obs: Any) -> Any:
+        return torch.distributions.Categorical(logits=module(obs))
+
+    seen = []
+    for rule in (EveryUpdate(), NeverSync()):
+        agent = Counting()
+        with ClusterEnv("CartPole-v1", 2, num_workers=1, sync=rule) as envs:
+            envs.reset(seed=1)
+            policy = TorchPolicy(agent, distribution=categorical)
+            for _ in range(4):
+                envs.rollout(policy, 4)
+                with torch.no_grad():
+                    agent.weight.add_(0.1)
+        seen.append(float(agent.num_seen))
+    assert seen[0] == seen[1]

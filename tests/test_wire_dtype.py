@@ -91,6 +91,14 @@ def test_weights_are_rounded_as_torch_rounds_them(dtype: Any) -> None:
     np.testing.assert_array_equal(np.signbit(decoded[~np.isnan(array)]), np.signbit(array[~np.isnan(array)]))
 
 
+def test_a_single_number_is_rounded_too() -> None:
+    array = np.array(1.2345, np.float32)
+    spec = WeightsSpec.of({"log_std": array}, {"log_std"})
+    decoded = spec.decode(spec.encode({"log_std": array}))["log_std"]
+    assert decoded.shape == ()
+    assert decoded == torch.tensor(array).to(torch.bfloat16).float().numpy()
+
+
 @pytest.mark.parametrize("array", [np.zeros(3, np.int64), np.zeros(3, np.float16), np.zeros(3, ">f4")])
 def test_what_bfloat16_is_no_shorter_form_of_is_not_rounded(array: Any) -> None:
     with pytest.raises(PolicyError, match="bfloat16"):

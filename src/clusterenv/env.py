@@ -523,12 +523,12 @@ class ClusterEnv(BackedVectorEnv):
 
     def _end_recording(self) -> None:
         """Let the workers record no more."""
-        self._recorder = None
         backend = self._backend
         if isinstance(backend, Remote) and not self.closed:
             with self._owner:
                 self._check_idle("Recorder.close")
                 backend.finish(backend.end_recording())
+        self._recorder = None
 
     def _policy_of(self, agent: object, extras: Sequence[str] | None = None) -> Policy:
         """Return the agent as a policy: the same one as long as it is the same agent, wanted for the same."""

@@ -171,7 +171,7 @@ class Acting(Workers):
                     call,
                     num_steps,
                     num_probes.get(w, 0),
-                    version if w in pulls else None,
+                    version if self._takes(w, pulls) else None,
                     pickled,
                     offer,
                     record=record,
@@ -225,12 +225,16 @@ class Acting(Workers):
     def _weights_for(self, worker: Worker, pulls: set[Worker]) -> Sequence[Any]:
         """Return the weights as a worker gets them with a message, if it shares no memory."""
         assert self._weights is not None, "a policy was adopted"
-        return self._weights.frames if worker in pulls and self._weights.shares.travels_to(worker) else ()
+        return self._weights.frames if self._takes(worker, pulls) and self._weights.shares.travels_to(worker) else ()
 
     def _copy_for(self, worker: Worker, pulls: set[Worker]) -> Copy | None:
         """Return who on a worker's machine gets the weights, if it is to take them."""
         assert self._weights is not None, "a policy was adopted"
-        return self._weights.shares.copy_for(worker) if worker in pulls else None
+        return self._weights.shares.copy_for(worker) if self._takes(worker, pulls) else None
+
+    def _takes(self, worker: Worker, pulls: set[Worker]) -> bool:
+        """Whether a worker takes the weights of a call: a successor may have been given newer ones already."""
+        return worker in pulls and self._weights is not None and worker.policy.version <= self._weights.version
 
     def _share_out(self, takers: Sequence[Worker], block: NDArray[Any]) -> Shares:
         return self.machines.share(takers, block.nbytes, lambda: digest_of([block]))

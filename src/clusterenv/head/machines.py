@@ -49,13 +49,13 @@ class Machines:
         self._complaints: dict[str, list[Worker]] = {}  # Who did not get the newest weights by them.
 
     def find_neighbour(self, worker: Worker) -> BoardAddress | None:
-        """Return the board of somebody who says to be on the same machine, for a worker to try."""
+        """Return the board of somebody that says it is on the same machine, for a worker to try."""
         others = (other for other in self._workers if other is not worker and self._is_like(other, worker))
         return next((other.board for other in others), None)
 
     def note_trial(self, worker: Worker, neighbour: BoardAddress | None, *, has_succeeded: bool) -> None:
         """Note whether a worker could read a neighbour's board; then that one most likely can read its own."""
-        worker.has_neighbour = has_succeeded
+        worker.has_neighbour |= has_succeeded  # Somebody else may have found it before it answered.
         if has_succeeded:
             for other in self._workers:
                 if other.board == neighbour and self._is_like(other, worker):

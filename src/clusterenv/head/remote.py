@@ -80,7 +80,7 @@ class Remote(Evaluating):
             PendingCall(
                 self.calls,
                 lambda call, w, buffer: Decide(
-                    *(call, buffer, version if w in pulls else None, pickled, num_probes.get(w, 0)),
+                    *(call, buffer, version if self._takes(w, pulls) else None, pickled, num_probes.get(w, 0)),
                     copy=self._copy_for(w, pulls),
                 ),
                 arrays=lambda worker: self._weights_for(worker, pulls),

@@ -108,7 +108,7 @@ class Stats:
             sentences.append("Workers that share the head's memory pulled all versions: a check takes longer there.")
         if self.reasons[Reason.BUDGET] and not math.isnan(self.threshold):
             sentences.append(f"The budget came to a threshold of {self.threshold:.2g} nats in the end.")
-        if self.rehearsal is not None and self.rehearsal.num_judged:
+        if self.rehearsal is not None and 2 * self.rehearsal.num_judged > self.rehearsal.num_versions:
             share = self.rehearsal.num_pulls / self.rehearsal.num_versions
             sentences.append(
                 f"AdaptiveSync({self.rehearsal.rule.threshold:g}) would have pulled about "

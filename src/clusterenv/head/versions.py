@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,7 +144,7 @@ class Versions:
         if self._is_told or stamp != self._stamp:
             self._stamp, self._is_told = stamp, False
             self._number_version()
-            if self._rehearsal is not None:
+            if self._rehearsal is not None and _may_rehearse(policy):
                 self._rehearsal.judge(policy, self.newest)
         return True
 
@@ -348,8 +348,8 @@ class Versions:
         try:
             if self._policy is not None and self.notice(self._policy):
                 return self.encode_newest()
-        except PolicyError:
-            pass  # The next call that takes the policy says so.
+        except Exception:  # The agent's own code: the next call that takes the policy raises it.
+            log.debug("the policy cannot be sent now", exc_info=True)
         self.forget_policy()  # All are given it anew then.
         return None
 
@@ -463,7 +463,7 @@ class Versions:
         }
 
     def _rehearse_rollout(self, columns: RolloutBuffers) -> None:
-        if self._rehearsal is None or self._policy is None or not self._rehearsal.wants_states:
+        if self._rehearsal is None or not _may_rehearse(self._policy) or not self._rehearsal.wants_states:
             return
         steps, rows = np.nonzero(columns.valid)
         if len(steps):
@@ -474,7 +474,7 @@ class Versions:
             self._rehearsal.take(self._policy, self.newest, leaves, states)
 
     def _rehearse_step(self) -> None:
-        if self._rehearsal is None or self._policy is None or not self._rehearsal.wants_states:
+        if self._rehearsal is None or not _may_rehearse(self._policy) or not self._rehearsal.wants_states:
             return
         if self._policy.initial_state(1) is None:  # Else the states are the workers' own.
             self._rehearsal.take(self._policy, self.newest, [array.copy() for array in self._shown()], {})
@@ -484,9 +484,11 @@ class Versions:
         self._stats.updates += 1
 
     def _count_needed(self, num_pulls: int) -> None:
-        size_bytes = self._spec.size_bytes
-        share = self._backend.count_copies(size_bytes) / len(self._workers)
-        self._stats.note_needed(num_pulls, round(num_pulls * share * size_bytes))
+        self._stats.note_needed(num_pulls, round(num_pulls * self._share_of_copies() * self._spec.size_bytes))
+
+    def _share_of_copies(self) -> float:
+        """Return how many copies of the weights are sent for each worker that pulls: fewer than 1 if some share one."""
+        return self._backend.count_copies(self._spec.size_bytes) / len(self._workers)
 
     def _judge_in_order(
         self, behind: Sequence[Version], can_take: Callable[[Worker], bool]
@@ -510,6 +512,7 @@ class Versions:
         found.sort(key=lambda each: (-(each[0] or 0.0), each[1].number))
         found += [(None, held) for held in sorted(silent, key=lambda held: held.number)]
         now_s = time.monotonic()
+        pull_bytes = round(self._spec.size_bytes * self._share_of_copies())
         for divergence, held in found:
             takers = [worker for worker in held.holders if worker.is_ready and can_take(worker)]
             verdict = self._tracker.judge(
@@ -518,7 +521,7 @@ class Versions:
                 divergence,
                 len(takers),
                 num_all=len(self._workers),
-                pull_bytes=self._spec.size_bytes,
+                pull_bytes=pull_bytes,
                 now_s=now_s,
             )
             if verdict.advice is not None and verdict.reason not in self._warned and held not in silent:
@@ -582,3 +585,8 @@ class Versions:
     def _note_pull(self, reason: Reason) -> None:
         self._stats.pulls += 1
         self._stats.reasons[reason] += 1
+
+
+def _may_rehearse(policy: Policy | None) -> TypeGuard[Policy]:
+    """Whether evaluating a policy leaves no trace: a learner's own module is not to be run for a mere figure."""
+    return policy is not None and bool(getattr(policy, "is_fast", True))

@@ -174,7 +174,7 @@ class Worker:
         machine: What it has in common with workers that may be on the same one; `board` is where it keeps weights for
             these, `has_neighbour` whether they have found each other.
         may_miss: Whether it was told to find weights there, and may still say that it did not.
-        num_missed: How often it did not, or others not with it.
+        num_missed: How often it did not find them, or others did not find them on its board.
         may_linger: Whether it shares memory, and cannot be seen from here: its successor must not.
         owed: The answers it owes, in the order in which they were asked for.
         progress: What its mailbox counted when it was last looked at; `progress_at` is when that changed.

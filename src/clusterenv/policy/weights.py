@@ -177,6 +177,6 @@ def _round(array: Array) -> NDArray[np.uint16]:
 
 
 def _widen(rounded: NDArray[np.uint16], dtype: np.dtype[Any]) -> Array:
-    wide = rounded.astype(np.uint32) << _HALF_BITS
+    wide = np.asarray(rounded.astype(np.uint32) << _HALF_BITS)  # Of a single number, numpy makes a scalar.
     array: Array = wide.view(np.float32).astype(dtype, copy=False)
     return array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import logging
@@ -113,7 +114,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     place, dataset_id, *paths = sys.argv[1:]
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Each worker of a run has left a piece, and is read from.
+    with contextlib.suppress(ValueError, OSError):  # Where there is no limit, none can be set.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Each worker of a run has left a piece.
     try:
         counts = write([Piece(Path(path)) for path in paths], Path(place), dataset_id)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other process says it to the user

@@ -165,8 +165,8 @@ class Recorder:
         """
         if self._writer is None:
             if not self._is_closed:
-                self._is_closed = True
                 self._envs._end_recording()
+                self._is_closed = True
                 log.info("recorded to %s", ", ".join(self.pieces))
         elif self._recording is None:
             self._is_closed = True

@@ -96,6 +96,9 @@ class Board:
         listed = self._read_board(copy.board)
         descriptors = dict(_ENTRY.iter_unpack(listed[_TOKEN_BYTES:]))
         if version not in descriptors:
+            kept = [number for number in descriptors if number]
+            if kept and min(kept) > version:
+                raise Unreachable(f"process {copy.board.pid} keeps newer ones only")
             return None
         data = self._read_memory(copy.board.pid, descriptors[version], copy.size_bytes)
         if digest_of([data]) != copy.digest:

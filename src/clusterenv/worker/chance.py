@@ -42,7 +42,6 @@ class Chance:
         self.is_alone = self.is_mixed = False
         self._policy = policy
         self._num_decisions = 0
-        self._drawn: list[_Generator] = []
 
     def watches(self, has_new_episode: bool) -> bool:
         """Whether to look at what the next decision draws: the first of every episode, and now and then."""
@@ -55,16 +54,9 @@ class Chance:
         return [rng.bit_generator.state, own, *(generator.read() for generator in _process_generators())]
 
     def compare(self, before: list[Any], rng: np.random.Generator) -> None:
-        """Note from which generators was drawn since they were read."""
+        """Note whether any generator was drawn from since they were read."""
         common, own, *shared = self.read(rng)
-        generators = _process_generators()[: len(before) - 2]  # The decision may have imported torch.
-        drawn = [
-            generator
-            for generator, then, now in zip(generators, before[2:], shared, strict=False)
-            if not _is_same(then, now)
-        ]
-        if drawn or not _is_same(before[0], common) or not _is_same(before[1], own):
-            self._drawn = drawn
+        if not all(map(_is_same, before, (common, own, *shared[: len(before) - 2]))):
             self.is_alone = self._num_decisions == 1
             self.is_mixed = not self.is_alone
 
@@ -73,13 +65,13 @@ class Chance:
         """Let all that is drawn depend on an episode's seed and on how many steps it has taken."""
         number = int(np.random.SeedSequence((seed, _STREAM, num_steps)).generate_state(1)[0])
         self._policy.seed(number)
-        states = [generator.read() for generator in self._drawn]  # Environments may draw from them, too.
-        for generator in self._drawn:
+        outside = [(generator, generator.read()) for generator in _process_generators()]  # For environments, too.
+        for generator, _ in outside:
             generator.seed(number)
         try:
             yield
         finally:
-            for generator, state in zip(self._drawn, states, strict=True):
+            for generator, state in outside:
                 generator.write(state)
 
 

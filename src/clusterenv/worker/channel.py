@@ -179,6 +179,11 @@ class Channel:
         self._take_arrays(*message)
         return request
 
+    def go_on_with(self, call: int) -> None:
+        """Tell of the progress of a call that waited while other messages came."""
+        self._call, self._began_at = call, time.monotonic()
+        self._tell_at = self._began_at + min(_PROGRESS_S, self._hang_s / 4)
+
     def _take_arrays(self, request: Request, frames: Sequence[memoryview]) -> None:
         self.weights = None
         self._call = getattr(request, "call", 0)

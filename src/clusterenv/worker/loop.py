@@ -221,6 +221,7 @@ class _Worker:
         self._wanted.clear()
         if held is not None and held.version == request.version:
             self._held = None
+            self._channel.go_on_with(held.call)
             self._answer(held, weights)
         else:
             self._handler.load_for_next(request.version, weights)

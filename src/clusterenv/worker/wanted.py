@@ -17,7 +17,7 @@ class Wanted:
 
     Attributes:
         version: Of these weights; None if there are none that are wanted.
-        must_ask: Whether they are not to be had there: the head must be told, who will send them.
+        must_ask: Whether they are not to be had there: the head must be told, and will send them.
     """
 
     def __init__(self, board: Board | None, silence_s: float, hang_s: float) -> None:
@@ -36,10 +36,11 @@ class Wanted:
         self._until = 0.0
 
     def set(self, version: int, copy: Copy, now: float) -> None:
-        """Want these weights, and no others any more."""
+        """Want these weights, and no others any more; they have no longer than those have that were wanted before."""
         if version != self.version:
+            if self.version is None or self.must_ask:
+                self._until = now + min(self._silence_s + copy.size_bytes / _LEAST_BYTES_PER_S, self._most_s)
             self.version, self._copy, self.must_ask = version, copy, False
-            self._until = now + min(self._silence_s + copy.size_bytes / _LEAST_BYTES_PER_S, self._most_s)
 
     def clear(self) -> None:
         """Want nothing any more."""

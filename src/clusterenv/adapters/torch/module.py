@@ -23,8 +23,8 @@ Prepare: TypeAlias = Callable[[Tree], TensorTree]
 
 _SAMPLES_PER_TENSOR = 16
 _CPU = torch.device("cpu")
-# What every module has and no user changes by hand; hooks that act on a forward pass are not among it.
 _LAST_ASKED = frozenset({"distribution"})  # Where SB3's models keep the one that they made last.
+# What every module has and no user changes by hand; hooks that act on a forward pass are not among it.
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {
     *("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 }

@@ -296,7 +296,7 @@ class _FunctionInference:
     def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
         if self._functions.distribution is None or self._distribution is None:
             return None
-        with self._evaluation.quiet():
+        with self._evaluation.quiet(), Randomness(0).torch():  # What it may draw is not the learner's.
             arguments = self._distribution.bind(self._tensor_state(state), NO_VALUES)
             return from_torch(self._functions.distribution(self._module, self._prepare(obs), **arguments))
 
