@@ -39,6 +39,7 @@ def test_it_runs_from_top_to_bottom_and_draws(tmp_path: Path) -> None:
     folders = {name: str(tmp_path / name) for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "TORCHINDUCTOR_CACHE_DIR")}
     path = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | folders | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    environment["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # Other tests may have asked for another.
     command = [sys.executable, "-c", RUN, str(PATH)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
