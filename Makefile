@@ -20,7 +20,7 @@ help:  ## Show this list
 demo: $(VENV)/.demo  ## Install, and watch PPO learn to land on the moon: two minutes (DEMO_ARGS=--help for options)
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
-test: $(VENV)/.dev  ## Install, and run the tests: ten minutes on two cores
+test: $(VENV)/.dev  ## Install, and run the tests: twelve minutes on two cores
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 slow: $(VENV)/.dev  ## Run those that take long: laws over the other transport, examples that learn, campaigns of faults, Kubernetes, Ray
