@@ -180,13 +180,13 @@ def test_kills_in_a_stream_at_any_moment_mislabel_nothing(hosts: list[Host]) -> 
             num_kills = 0
             for number, rollout in enumerate(stream):
                 check(rollout, run.pulls)
-                if number % 3 == 0:
-                    run.learn(0.001)
                 if num_kills == len(run.envs.losses):  # The last one has been replaced.
                     if num_kills == 4:
                         break
                     run.kill(num_kills % 2)
                     num_kills += 1
+                if number % 3 == 0:  # Last: what is learned before the next call is one version with what comes then.
+                    run.learn(0.001)
         run.learn()
         run.roll()
 

@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from clusterenv import AdaptiveSync, ClusterEnv, EveryUpdate, Faults, NeverSync
+from clusterenv import AdaptiveSync, ClusterEnv, EveryUpdate, Faults, NeverSync, PeriodicSync
 from clusterenv.errors import ConfigError, WorkerFailed, WorkerLost
 from clusterenv.rollout import Rollout
 from tests.conftest import Backend, wait_until_gone
@@ -80,6 +80,58 @@ def test_weights_are_picked_up_and_every_rollout_is_labelled_with_those_that_mad
                 history[len(history) + 1] = agent.matrix.copy()
         assert max(rollout.versions) > 30
         assert rollout.ages.max() <= 8
+
+
+class Heavy(Linear):
+    """Carries so much that a stream does not send it to two workers before a rollout has come in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ballast = np.zeros(70 << 20, np.uint8)
+
+    def weights(self) -> dict[str, Any]:
+        return {**super().weights(), "ballast": self.ballast}
+
+    def nudge(self, size: float = 0.1) -> None:
+        self.matrix += self.source.normal(scale=size, size=self.matrix.shape).astype(np.float32)
+
+
+def expect_labelled(rollout: Rollout, history: dict[int, Any]) -> None:
+    """Check that every column was made by the version that it is labelled with."""
+    for column, version in enumerate(rollout.versions.tolist()):
+        model = Linear()
+        model.matrix[...] = history[version]
+        logprob, _ = model.evaluate(rollout.obs[:, [column]], rollout.actions[:, [column]])
+        np.testing.assert_allclose(rollout.extras["logprob"][:, [column]], logprob, rtol=1e-4, atol=1e-6)
+
+
+def test_large_weights_reach_the_workers_one_after_another_and_labels_stay_true(remote: Backend) -> None:
+    agent = Heavy()
+    history = {1: agent.matrix.copy()}
+    with ClusterEnv("CartPole-v1", 4, **remote, sync=EveryUpdate()) as envs:
+        envs.reset(seed=1)
+        with envs.stream(agent, 8) as stream:
+            for rollout in itertools.islice(stream, 6):
+                expect_labelled(rollout, history)
+                agent.nudge()
+                history[len(history) + 1] = agent.matrix.copy()
+            newest = [rollout for rollout in itertools.islice(stream, 40) if (rollout.ages == 0).all()]
+            assert {index for rollout in newest for index in rollout.env_indices.tolist()} == set(range(4))
+
+
+def test_a_stream_that_ends_before_all_have_their_weights_leaves_nobody_with_other_ones(remote: Backend) -> None:
+    agent = Heavy()
+    history = {1: agent.matrix.copy()}
+    with ClusterEnv("CartPole-v1", 4, **remote, sync=PeriodicSync(2)) as envs:
+        envs.reset(seed=1)
+        stream = envs.stream(agent, 8)
+        for version in (2, 3, 4):
+            expect_labelled(next(stream), history)
+            agent.nudge()
+            history[version] = agent.matrix.copy()
+        rollout = envs.rollout(agent, 8)  # All have pulled version 3, and the fourth is only one ahead of that.
+        assert rollout.versions.tolist() == [3, 3, 3, 3]
+        expect_labelled(rollout, history)
 
 
 def test_adaptive_sync_measures_on_the_rollouts_own_probes_and_pulls_less(remote: Backend) -> None:

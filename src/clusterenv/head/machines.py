@@ -61,6 +61,11 @@ class Machines:
                 if other.board == neighbour and self._is_like(other, worker):
                     other.has_neighbour = True
 
+    def find_mates(self, worker: Worker, among: Iterable[Worker]) -> list[Worker]:
+        """Return a worker and those of the others that can share what is sent to it."""
+        groups = self._group(among) if self._group([worker]) else {}
+        return groups.get(worker.machine, [worker])
+
     def share(self, workers: Iterable[Worker], size_bytes: int, digest: Callable[[], bytes]) -> Shares:
         """Decide who gets weights for whom.
 

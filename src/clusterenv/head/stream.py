@@ -26,12 +26,14 @@ from clusterenv.wire import values as codec
 from clusterenv.wire.arrays import allocate, shared_allocator, size_of
 from clusterenv.wire.board import digest_of
 from clusterenv.wire.messages import Collect, Collected, Failed, Load, Part, Reply
+from clusterenv.wire.zeromq import Frames
 
 log = logging.getLogger(__name__)
 
 _WAIT_S = 0.1
 _CATCH_UP_S = 0.25  # How long at most to read what came while the learner learned, before it gets its rollout.
 _MAX_LOADS = 8  # Weights that wait for a worker which is hung or cut off are memory; it will need the last only.
+_AHEAD_BYTES = 64 << 20  # Of weights to send before any rollout has come in between.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,9 @@ class Stream:
         self._num_ready_envs = 0
         # Workers to see to: to look at all of them after every message takes long.
         self._due = dict.fromkeys(worker for worker in remote.workers if worker.is_ready)
+        self._unsent: dict[Worker, None] = {}  # Those that pull, and wait until it is their turn.
+        self._room_bytes = _AHEAD_BYTES
+        self._digested: tuple[int, bytes] | None = None
         self._must_judge = False
         self._seen_version = self._versions.newest
         self._failure: ClusterEnvError | None = None
@@ -146,6 +151,7 @@ class Stream:
                 self._supply()  # Workers must not wait for the learner to come back.
             except BaseException:
                 self._versions.forget_policy()  # Nobody knows which weights the workers hold.
+                self._unsent.clear()
                 self.close()
                 raise
             return self._assemble(group)
@@ -188,11 +194,17 @@ class Stream:
     def on_lost(self, worker: Worker) -> None:
         """Note that a worker is lost, with what it was asked for."""
         self._stats.rollouts_lost += len(worker.stream.asked)
+        self._unsent.pop(worker, None)
 
     def on_ready(self, worker: Worker) -> None:
         """Note that a worker can be asked."""
         self._due[worker] = None
         self._must_judge = True
+
+    def on_end(self) -> None:
+        """Send what workers wait for: whatever comes next counts on their having it."""
+        while self._unsent:
+            self._send_next()
 
     def _supply(self) -> None:
         """Give workers new weights if they need them, and rollouts to make."""
@@ -202,6 +214,10 @@ class Stream:
         if self._must_judge:
             self._must_judge = False
             self._renew()
+        if self._unsent:
+            self._versions.encode_newest()  # Before the learner goes on to change them.
+        while self._unsent and self._room_bytes > 0:
+            self._send_next()
         due, self._due = self._due, {}
         for worker in due:
             if worker.is_ready:  # Else it says so when it is.
@@ -209,12 +225,15 @@ class Stream:
                     self._ask(worker)
 
     def _renew(self) -> None:
-        """Bring the newest weights to the workers that need them."""
+        """Find out which workers need the newest weights."""
         late = [worker for worker in self._versions.farther_behind(self._max_lag) if worker.is_ready]
-        late = [worker for worker in late if _can_take(worker)]
+        late = [worker for worker in late if self._can_pull(worker)]
         for worker in late:
             self._versions.insist(worker)
-        self._versions.note_sent(self._send_weights([*late, *self._versions.judge(_can_take)]))
+        self._unsent.update(dict.fromkeys([*late, *self._versions.judge(self._can_pull)]))
+
+    def _can_pull(self, worker: Worker) -> bool:
+        return _can_take(worker) and worker not in self._unsent
 
     def _ask(self, worker: Worker) -> None:
         """Ask a worker for one more rollout."""
@@ -242,17 +261,38 @@ class Stream:
         memory = self._remote.memories.share(size_of(lambda make: layout.make(self._num_steps, worker.num_envs, make)))
         return Slot(memory, layout.make(self._num_steps, worker.num_envs, shared_allocator(memory.memory)))
 
+    def _send_next(self) -> None:
+        """Send the newest weights to the worker whose turn it is, and to those that share its machine.
+
+        Not to all at once: a thousand copies would hold up the rollouts that come in meanwhile. There is room for some,
+        and then for another one with every rollout.
+        """
+        workers = self._remote.machines.find_mates(next(iter(self._unsent)), self._unsent)
+        with self._remote.deferred:
+            for worker in workers:
+                del self._unsent[worker]
+                self._versions.catch_up(worker)
+            num_sent = self._send_weights(workers)
+            self._versions.note_sent(num_sent)
+            self._room_bytes -= num_sent * self._versions.weights_bytes
+
     def _send_weights(self, workers: Sequence[Worker]) -> int:
         """Send workers the newest weights, encoded once for all; returns to how many they were really sent."""
         if not workers:
             return 0
         version, frames = self._versions.encode_newest()
-        shares = self._remote.machines.share(workers, sum(map(len, frames)), lambda: digest_of(frames))
+        size_bytes = self._versions.weights_bytes
+        shares = self._remote.machines.share(workers, size_bytes, lambda: self._digest(version, frames))
         for worker in workers:
             worker.stream.num_loads += 1
             arrays = frames if shares.travels_to(worker) else ()
             self._remote.calls.tell(worker, Load(version, shares.copy_for(worker)), arrays)
         return len(workers) - shares.num_spared
+
+    def _digest(self, version: int, frames: Frames) -> bytes:
+        if self._digested is None or self._digested[0] != version:
+            self._digested = version, digest_of(frames)
+        return self._digested[1]
 
     def _accept(self, asked: AskedRollout, worker: Worker, reply: Reply) -> None:
         """Take a rollout, a part of one, or word that it could not be made."""
@@ -265,6 +305,7 @@ class Stream:
         if isinstance(reply, Part):
             return
         work.asked.remove(asked)
+        self._room_bytes = min(_AHEAD_BYTES, self._room_bytes + self._versions.weights_bytes)
         is_shared = asked.slot.memory is not None
         if is_shared:
             work.free.append(asked.slot)

@@ -365,6 +365,16 @@ class Versions:
         """How many versions behind the rule lets a worker be."""
         return self._rule.max_lag
 
+    def catch_up(self, worker: Worker) -> None:
+        """Note that a worker whose pull had to wait is sent the newest version, though it was to get an older one."""
+        if worker.policy.version < self.newest:
+            self._give(worker, self.newest)
+
+    @property
+    def weights_bytes(self) -> int:
+        """What one copy of the weights takes."""
+        return self._spec.size_bytes
+
     def insist(self, worker: Worker) -> None:
         """Count a pull that the rule did not ask for: the worker is too far behind for its work to be used."""
         self._pull(worker, Reason.LAG)

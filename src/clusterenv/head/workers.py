@@ -46,6 +46,9 @@ class StreamUser(Protocol):
     def on_ready(self, worker: Worker) -> None:
         """Note that a worker can be asked."""
 
+    def on_end(self) -> None:
+        """Bring to an end what workers wait for."""
+
 
 class PlainStep:
     """Stands for a step that all workers make in shared memory, until somebody needs to know more of it."""
@@ -276,6 +279,8 @@ class Workers:
                 log.warning("waiting for an interrupted call to finish before the next one")
             for pending in self._under_way:
                 pending.abandon()
+            if self.stream is not None:
+                self.stream.on_end()
             for worker in self.workers:
                 if worker.is_ready and worker.stream.asked and not any(owed.cancels for owed in worker.owed):
                     call = self.calls.next_number()
