@@ -16,10 +16,23 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from clusterenv import ClusterEnv, EveryUpdate, Rollout
+from clusterenv import AdaptiveSync, ClusterEnv, EveryUpdate, Rollout
 from clusterenv.adapters import as_policy
 from clusterenv.policy.policy import map_tree
-from tests.zoo import DISCRETE, RECURRENT, VECTOR, ZOO, AnySpace, Branching, Dropping, Whimsical
+from tests.zoo import (
+    DISCRETE,
+    RECURRENT,
+    VECTOR,
+    ZOO,
+    AnySpace,
+    Branching,
+    Dropping,
+    Embedded,
+    Habitual,
+    MixedPrecision,
+    OneHot,
+    Whimsical,
+)
 
 # Environments of the same spaces are shared by their agents, so that a worker starts once for all of them.
 ENCLOSURES = [
@@ -120,6 +133,63 @@ def _stack(samples: list[Any]) -> Any:
     if isinstance(samples[0], tuple):
         return tuple(_stack(list(parts)) for parts in zip(*samples, strict=True))
     return np.stack(samples)
+
+
+HABITS: dict[str, Callable[[Any, Any], Any]] = {
+    "greedy in eval": lambda actions, logits: actions == logits.argmax(-1),
+    "cold": lambda actions, logits: (actions == logits.argmax(-1)) | (np.abs(logits[..., 0] - logits[..., 1]) < 0.1),
+    "clipped": lambda actions, _: np.abs(actions) <= 0.1,
+    "clipped in place": lambda actions, _: np.abs(actions) <= 0.1,
+    "always the first": lambda actions, _: actions == 0,
+}
+
+
+@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_how_an_agent_chooses_is_its_own_affair(num_workers: int, habit: str) -> None:
+    torch.manual_seed(0)
+    agent = Habitual().eval()
+    agent.habit = habit
+    space = spaces.Box(-np.inf, np.inf, (2,), np.float32) if "clip" in habit else spaces.Discrete(2)
+    with ClusterEnv(functools.partial(AnySpace, VECTOR, space), 4, num_workers=num_workers) as envs:
+        envs.reset(seed=1)
+        for _ in range(2):
+            rollout = envs.rollout(agent, 30)
+            with torch.no_grad():
+                logits = agent.actor(agent.body(torch.as_tensor(rollout.obs))).numpy()
+            assert HABITS[habit](rollout.actions, logits).all()
+            update(agent, torch.Generator().manual_seed(1))
+
+
+def test_a_mode_in_which_it_draws_is_fast_and_one_in_which_it_does_not_is_the_agents_own() -> None:
+    agent = Habitual()
+    with ClusterEnv(functools.partial(AnySpace, VECTOR, spaces.Discrete(2)), 4, num_workers=0) as envs:
+        envs.reset(seed=1)
+        fast = []
+        for mode in (True, False, True):
+            envs.rollout(agent.train(mode), 3)
+            fast.append(envs.stats["fast_path"])
+    assert fast == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "observations"), [(Embedded, spaces.Discrete(5)), (OneHot, spaces.Discrete(5)), (MixedPrecision, VECTOR)]
+)
+@pytest.mark.parametrize("sync", [EveryUpdate(), AdaptiveSync(0.05)], ids=lambda sync: type(sync).__name__)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_observations_come_in_a_dtype_that_the_agent_takes(
+    make: Any, observations: Any, sync: Any, num_workers: int
+) -> None:
+    torch.manual_seed(0)
+    agent = make()
+    with ClusterEnv(functools.partial(AnySpace, observations, DISCRETE), 4, num_workers=num_workers, sync=sync) as envs:
+        envs.reset(seed=1)
+        rollout = envs.rollout(agent, 6)
+    rows, chosen = torch.as_tensor(rollout.obs).flatten(0, 1), torch.as_tensor(rollout.actions).flatten()
+    with torch.no_grad():
+        _, logprob, _, value = agent.get_action_and_value(rows, chosen)
+    np.testing.assert_allclose(rollout.logprob.ravel(), logprob.numpy(), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(rollout.value.ravel(), value.numpy()[:, 0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -347,6 +347,66 @@ def compiled() -> Any:
     return agent
 
 
+class Habitual(Base):
+    """Chooses in its own way from the distribution whose log-probabilities it returns."""
+
+    width = 2
+    habit = "greedy in eval"
+
+    def choose(self, hidden: Any, x: Any) -> Any:
+        return td.Normal(self.actor(hidden), 0.5) if "clip" in self.habit else td.Categorical(logits=self.actor(hidden))
+
+    def pick(self, probs: Any) -> Any:
+        """Return the actions."""
+        match self.habit:
+            case "greedy in eval":
+                return probs.sample() if self.training else probs.logits.argmax(-1)
+            case "cold":
+                return td.Categorical(logits=100.0 * probs.logits).sample()
+            case "clipped":
+                return probs.sample().clamp(-0.1, 0.1)
+            case "clipped in place":
+                return probs.rsample().clamp_(-0.1, 0.1)
+            case _:
+                return torch.zeros_like(probs.sample())
+
+    def get_action_and_value(self, x: Any, action: Any = None) -> Any:
+        hidden = self.features(x)
+        probs = self.choose(hidden, x)
+        action = self.pick(probs) if action is None else action
+        logprob = probs.log_prob(action)
+        logprob = logprob.sum(1) if logprob.ndim == 2 else logprob
+        return action, logprob, probs.entropy(), self.critic(hidden)
+
+
+class Embedded(Base):
+    def make_body(self) -> nn.Module:
+        return nn.Embedding(5, 16)
+
+
+class OneHot(Base):
+    def make_body(self) -> nn.Module:
+        return nn.Linear(5, 16)
+
+    def features(self, x: Any) -> Any:
+        return self.body(nn.functional.one_hot(x, 5).float())
+
+
+class MixedPrecision(Base):
+    """A narrow actor beside a critic that needs the observations as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = nn.Linear(6, 3).bfloat16()
+        self.critic = nn.Linear(6, 1)
+
+    def features(self, x: Any) -> Any:
+        return x
+
+    def choose(self, hidden: Any, x: Any) -> Any:
+        return td.Categorical(logits=self.actor(x.bfloat16()).float())
+
+
 ZOO: list[tuple[Callable[[], Any], Any, Any]] = [
     (Base, VECTOR, DISCRETE),
     (SeparateNetworks, VECTOR, DISCRETE),

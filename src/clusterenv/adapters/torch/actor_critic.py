@@ -51,8 +51,8 @@ class ActorCritic:
         self._module = module
         self._method = method
         self._given_prepare = prepare
-        self._evaluation = Evaluation(module)
-        self._prepare = prepare or self._evaluation.tensors
+        self.evaluation = Evaluation(module)
+        self._prepare = prepare or self.evaluation.tensors
         parameters = list(inspect.signature(getattr(module, method)).parameters.values())
         self._memory = _find_memory(module) if len(parameters) >= 3 and parameters[1].name != "action" else None
         further = parameters[1 if self._memory is None else 3 :]
@@ -84,7 +84,7 @@ class ActorCritic:
                 raise PolicyError(
                     f"{type(self._module).__name__}.{self._method}() takes no {', '.join(sorted(others))}."
                 )
-        with self._evaluation.quiet(), randomness.torch():
+        with self.evaluation.quiet(), randomness.torch():
             run = self._run(self._prepare(obs), _count_rows(obs), state, self._reading if others else None, own_values)
             action, logprob, value, new_state = self._parse(run.answer)
             count = _count_rows(obs)
@@ -102,7 +102,7 @@ class ActorCritic:
         self._study(obs, state)
         if self._reading is None:
             return None
-        with self._evaluation.quiet(), Randomness(0).torch():
+        with self.evaluation.quiet(), Randomness(0).torch():
             run = self._run(self._prepare(obs), _count_rows(obs), state, self._reading, {})
             try:
                 return read(self._reading.sheet(run, self._module))
@@ -127,7 +127,8 @@ class ActorCritic:
         if self._reading is None:
             raise NoProgram("no distribution was found")
         run = self._run(tensors, num_rows, None, self._reading, {})
-        return replace(self._reading.sheet(run, self._module), extras={"value": self._parse(run.answer)[2]})
+        action, _, value, _ = self._parse(run.answer)
+        return replace(self._reading.sheet(run, self._module), extras={"value": value}, action=action)
 
     def initial_state(self, num_envs: int) -> State | None:
         """Return zeros, as CleanRL does, if the agent is recurrent."""
@@ -182,7 +183,7 @@ class ActorCritic:
             times = -(-_MIN_TRIAL_ROWS // max(1, _count_rows(obs)))
             obs = map_tree(lambda rows: np.concatenate([rows] * times), obs)
         count = _count_rows(obs)
-        with self._evaluation.quiet(), Randomness(0).torch():
+        with self.evaluation.quiet(), Randomness(0).torch():
             with captured() as made:
                 run = self._run(self._prepare(obs), count, state, None, {})
             action, logprob, _, _ = self._parse(run.answer)
@@ -193,8 +194,9 @@ class ActorCritic:
     def _find_head(self, obs: Tree, state: State | None, count: int) -> PolicyHead | None:
         """Find the policy head, on a copy whose weights are not those of a fresh agent: all its logits are near 0."""
         twin = ActorCritic(perturbed_copy(self._module), self._method, self._given_prepare)
+        twin.evaluation.keeps_dtype = self.evaluation.keeps_dtype
         everything = _Everything(tuple(path for path, _ in twin._module.named_modules() if path))
-        with twin._evaluation.quiet(), Randomness(0).torch():
+        with twin.evaluation.quiet(), Randomness(0).torch():
             run = twin._run(twin._prepare(obs), count, state, everything, {})
             action, logprob, _, _ = twin._parse(run.answer)
             return _find_head(twin._module, run.outputs, action, logprob)

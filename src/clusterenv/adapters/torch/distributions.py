@@ -27,6 +27,30 @@ def read(sheet: Sheet) -> Distribution:
     return make_distribution(sheet.family, parameters, constants, sheet.nvec)
 
 
+def draw_again(sheet: Sheet) -> torch.Tensor:
+    """Draw from a sheet's distribution, as torch's own distributions do, and in the same order."""
+    parameters = sheet.parameters
+    match sheet.family:
+        case "categorical":
+            return _draw_categorical(parameters["logits"])
+        case "multi_categorical":
+            whole = parameters.get("logits")
+            parts = list(parameters.values()) if whole is None else torch.split(whole, list(sheet.nvec), dim=-1)
+            return torch.stack([_draw_categorical(part) for part in parts], dim=1)
+        case "bernoulli":
+            return torch.bernoulli(torch.sigmoid(parameters["logits"]))
+    mean = parameters["mean"]
+    std = parameters["std"] if "std" in parameters else parameters["log_std"].exp()
+    drawn = torch.normal(mean, std.expand_as(mean))
+    if sheet.family == "squashed_gaussian":
+        drawn = torch.tanh(drawn) * sheet.constants["scale"] + sheet.constants["shift"]
+    return drawn
+
+
+def _draw_categorical(logits: torch.Tensor) -> torch.Tensor:
+    return torch.multinomial(torch.softmax(logits, dim=-1), 1, replacement=True)[:, 0]
+
+
 def from_torch(given: object) -> Distribution:
     """Read what a user's `distribution` returned: a torch distribution, a list of Categoricals, or one of our own."""
     return given if isinstance(given, Distribution) else read(describe(given))

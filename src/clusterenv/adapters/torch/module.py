@@ -185,11 +185,17 @@ class Evaluation:
 
     The module stays in the mode (train or eval) its user chose, because layers such as NoisyLinear explore by it. Only
     batch norms are held in eval mode, because in train mode they would write to their own weights.
+
+    Attributes:
+        keeps_dtype: Whether observations stay of the dtype that they have: at first if the module has parameters of
+            several dtypes, or narrow ones, because then it converts for itself.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+        self.keeps_dtype = len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -208,10 +214,12 @@ class Evaluation:
                 norm.training = mode
 
     def tensors(self, tree: Tree) -> TensorTree:
-        """Turn observations into tensors of the module's floating dtype on its device, as `torch.Tensor(obs)` would."""
+        """Turn observations into tensors on the module's device, of its floating dtype as `torch.Tensor(obs)` would."""
         parameter = next(self._module.parameters(), None)
+        if self.keeps_dtype:
+            return as_tensors(tree, None, _CPU if parameter is None else parameter.device)
         if parameter is None:
-            return as_tensors(tree, torch.float32, torch.device("cpu"))
+            return as_tensors(tree, torch.float32, _CPU)
         dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
         return as_tensors(tree, dtype, parameter.device)
 

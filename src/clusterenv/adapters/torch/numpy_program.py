@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from clusterenv.adapters.torch.distributions import read
+from clusterenv.adapters.torch.distributions import draw_again, read
 from clusterenv.adapters.torch.module import TORCH, Evaluation, Randomness, as_array
-from clusterenv.adapters.torch.trace import NoProgram, Recorder, Traced
+from clusterenv.adapters.torch.trace import NoProgram, Recorder, Sheet, Traced
 from clusterenv.policy.contents import Contents
 from clusterenv.policy.distribution import Array, Distribution
 from clusterenv.policy.families import Categorical, MultiCategorical
@@ -147,7 +147,10 @@ class NumpyProgram:
         twin = self._twin
         evaluation = self._evaluation
         with evaluation.quiet(), self._randomness.torch():
+            state = torch.get_rng_state()
             sheet = twin.inference.sheet(evaluation.tensors(rows), num_rows)
+            if sheet.action is not None and not _is_drawn(sheet.action, sheet, state):
+                return False
             truth, extras = read(sheet), {name: as_array(value) for name, value in sheet.extras.items()}
         with np.errstate(all="ignore"):
             self._evaluator.refresh(self._pick(self._carried))
@@ -157,6 +160,24 @@ class NumpyProgram:
                 and all(map(_is_close, _numbers(own), _numbers(truth)))
                 and all(_is_close(own_extras[name].reshape(-1), extras[name].reshape(-1)) for name in own_extras)
             )
+
+
+def _is_drawn(action: torch.Tensor, sheet: Sheet, state: torch.Tensor) -> bool:
+    """Whether an agent's action is a draw from its distribution, and nothing else was drawn.
+
+    Its mode, or a draw from another distribution, has the log-probabilities that it says, too.
+
+    Args:
+        action: What the agent chose.
+        sheet: The distribution.
+        state: Of torch's generator before it chose.
+    """
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    drawn = draw_again(sheet)
+    if drawn.numel() != action.numel() or not torch.equal(torch.get_rng_state(), after):
+        return False
+    return torch.allclose(drawn.reshape(-1).double(), action.reshape(-1).double(), rtol=1e-4, atol=1e-5)
 
 
 def _random_state() -> Hashable:

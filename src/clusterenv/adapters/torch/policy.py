@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ Output: TypeAlias = Literal["logits", "q", "action", "gaussian", "squashed"]
 _Inference: TypeAlias = (
     "ActorCritic | _FunctionInference | _ForwardInference | _RecurrentInference"  # The ways to act with a module.
 )
+_Result = TypeVar("_Result")
 _OUTPUTS: tuple[Output, ...] = get_args(Output)
 _Q_NETWORK = re.compile(r"^Q(?![a-z])|Q_?Net|DQN")
 
@@ -53,8 +54,9 @@ class TorchPolicy:
     its `forward` returns (`output`), or give functions. Functions take the module and the observations as tensors and,
     by name, `state` and per-call values.
 
-    Observations become tensors of the module's dtype. On workers the module stays in the mode, train or eval, that it
-    had when it was first sent. Pickling leaves out the weights, which are sent separately.
+    Observations become tensors of the module's dtype. They keep their own if the module has parameters of several
+    dtypes or narrow ones (bfloat16), or does not run otherwise: an `nn.Embedding` takes integers. On workers the module
+    stays in the mode, train or eval, that it has. Pickling leaves out the weights, which are sent separately.
 
     Args:
         module: The agent; only `load` writes to it.
@@ -98,6 +100,7 @@ class TorchPolicy:
         self._prepare = prepare
         self._wire_dtype = wire_dtype
         self._inference = self._choose_inference()
+        self._has_run = False
         self._contents: Contents | None = None
         self._delivered: Delivered | None = None
         self._program: NumpyProgram | None = None
@@ -178,13 +181,15 @@ class TorchPolicy:
         self._num_programs += before != (None if self._program is None else self._program.program)
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
+        if not self._has_run:
+            return self._run_first(lambda: self._inference.act(obs, state, call, self._randomness))
         return self._inference.act(obs, state, call, self._randomness)
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
         """Return the action distributions on a batch; None if they cannot be read from the module."""
         if self._program is not None and (found := self._program.distribution(self, obs)) is not None:
             return found
-        return self._inference.distribution(obs, state)
+        return self._run_first(lambda: self._inference.distribution(obs, state))
 
     def weights(self) -> dict[str, Array]:
         """Return parameters, buffers and plain values; on a CPU the arrays are the module's own memory."""
@@ -197,6 +202,7 @@ class TorchPolicy:
             raise PolicyError("Only a worker's copy of a policy is loaded: write to the learner's own agent directly.")
         if self._delivered.load(weights):
             self._inference = self._choose_inference()  # What was found out may hold no longer.
+            self._has_run = False
 
     def stamp(self) -> Hashable:
         """Return a value that changes with the weights, however they are written, and with the module's attributes."""
@@ -221,6 +227,24 @@ class TorchPolicy:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the structure without the weights, for the CPU; for numpy, if that is known to be enough."""
         return (_rebuild, (self.contents.pack(),)) if self._program is None else self._program.reduce(self)
+
+    def _run_first(self, run: Callable[[], _Result]) -> _Result:
+        """Run the module; the first time, if it fails, with observations that were converted otherwise."""
+        if self._has_run:
+            return run()
+        try:
+            result = run()
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            keeps_dtype = self._inference.evaluation.keeps_dtype
+            self._inference = self._choose_inference()
+            self._inference.evaluation.keeps_dtype = not keeps_dtype
+            try:
+                result = run()
+            except Exception:  # noqa: BLE001 - whatever it was: the first error is the user's
+                self._inference = self._choose_inference()
+                raise error from None
+        self._has_run = True
+        return result
 
     def _choose_inference(self) -> _Inference:
         module, functions = self.module, self._functions
@@ -272,8 +296,8 @@ class _FunctionInference:
     def __init__(self, module: nn.Module, functions: _Functions, prepare: Prepare | None) -> None:
         self._module = module
         self._functions = functions
-        self._evaluation = Evaluation(module)
-        self._prepare = prepare or self._evaluation.tensors
+        self.evaluation = Evaluation(module)
+        self._prepare = prepare or self.evaluation.tensors
         self._act = None if functions.act is None else Signature(functions.act, 2, "state")
         self._distribution = None if functions.distribution is None else Signature(functions.distribution, 2, "state")
         self.takes = frozenset[str]() if self._act is None else self._act.values
@@ -285,18 +309,18 @@ class _FunctionInference:
             assert distribution is not None, "TorchPolicy refuses functions with neither act nor distribution"
             extras: dict[str, Array] = {}
             if functions.value is not None:
-                with self._evaluation.quiet():
+                with self.evaluation.quiet():
                     value = functions.value(self._module, self._prepare(obs))
                     extras["value"] = as_column(value, "value", len(distribution))
             return draw(distribution, randomness.numpy, call, extras)
-        with self._evaluation.quiet(), randomness.torch():
+        with self.evaluation.quiet(), randomness.torch():
             arguments = self._act.bind(self._tensor_state(state), _with_tensor_mask(call))
             return _read_answer(functions.act(self._module, self._prepare(obs), **arguments))
 
     def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
         if self._functions.distribution is None or self._distribution is None:
             return None
-        with self._evaluation.quiet(), Randomness(0).torch():  # What it may draw is not the learner's.
+        with self.evaluation.quiet(), Randomness(0).torch():  # What it may draw is not the learner's.
             arguments = self._distribution.bind(self._tensor_state(state), NO_VALUES)
             return from_torch(self._functions.distribution(self._module, self._prepare(obs), **arguments))
 
@@ -304,7 +328,7 @@ class _FunctionInference:
     def is_traceable(self) -> bool:
         functions = self._functions
         has_state = functions.initial_state is not None or functions.act is not None
-        return not has_state and self._prepare == self._evaluation.tensors
+        return not has_state and self._prepare == self.evaluation.tensors
 
     def study(self, obs: Tree) -> None:
         """Do nothing: the user has said how to read the distribution."""
@@ -335,13 +359,13 @@ class _ForwardInference:
     def __init__(self, module: nn.Module, output: Output, prepare: Prepare | None) -> None:
         self._module = module
         self._output = output
-        self._evaluation = Evaluation(module)
-        self._prepare = prepare or self._evaluation.tensors
+        self.evaluation = Evaluation(module)
+        self._prepare = prepare or self.evaluation.tensors
         self.is_traceable = prepare is None
         self.takes: frozenset[str] = frozenset()
 
     def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
-        with self._evaluation.quiet(), randomness.torch():
+        with self.evaluation.quiet(), randomness.torch():
             sheet = self.sheet(self._prepare(obs), 0)
             distribution = read(sheet)
             count = len(distribution)
@@ -349,7 +373,7 @@ class _ForwardInference:
         return draw(distribution, randomness.numpy, call, extras)
 
     def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
-        with self._evaluation.quiet(), Randomness(0).torch():
+        with self.evaluation.quiet(), Randomness(0).torch():
             return read(self.sheet(self._prepare(obs), 0))
 
     def initial_state(self, num_envs: int) -> State | None:
@@ -419,7 +443,7 @@ class _RecurrentInference(_ForwardInference):
         self._layer = _find_layer(module) if initial_state is None else None
 
     def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
-        with self._evaluation.quiet(), randomness.torch():
+        with self.evaluation.quiet(), randomness.torch():
             sheet, new_state = self._step(obs, state)
             distribution = read(sheet)
             count = len(distribution)
@@ -427,7 +451,7 @@ class _RecurrentInference(_ForwardInference):
         return draw(distribution, randomness.numpy, call, extras)._replace(state=new_state)
 
     def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
-        with self._evaluation.quiet(), Randomness(0).torch():
+        with self.evaluation.quiet(), Randomness(0).torch():
             return read(self._step(obs, state)[0])
 
     def initial_state(self, num_envs: int) -> State | None:

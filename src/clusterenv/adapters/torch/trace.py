@@ -36,6 +36,7 @@ class Sheet:
         constants: Parameters that are the same for all observations.
         extras: Returned beside actions: "value".
         nvec: Of a multi-categorical distribution.
+        action: What the agent itself drew; None if that is left to us.
     """
 
     family: str
@@ -43,6 +44,7 @@ class Sheet:
     constants: dict[str, Any]
     extras: dict[str, torch.Tensor]
     nvec: tuple[int, ...] = ()
+    action: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Recorder(TorchFunctionMode):
         self._steps: list[Step | str] = []  # A text: why it is not one.
         self._constants: list[float] = []
         self._kept: list[Any] = [leaves, dict(arrays)]  # So that no id is given away twice.
+        self._origins: dict[int, tuple[str, list[int]]] = {}  # Which call made a tensor, and of which others.
+        self._random: set[int] = set()  # The tensors into which random numbers have gone.
         self._escape: str | None = None
 
     def __torch_function__(
@@ -88,6 +92,8 @@ class Recorder(TorchFunctionMode):
         """
         if self._escape is not None:
             raise NoProgram(self._escape)
+        if sheet.action is not None:
+            self._check_drawn(sheet.action)
         parameters = {name: self._skip_normalisation(self._ref(tensor)) for name, tensor in sheet.parameters.items()}
         constants = {name: self._ref(value) for name, value in sheet.constants.items()}
         extras = {name: self._ref(tensor) for name, tensor in sheet.extras.items()}
@@ -108,23 +114,46 @@ class Recorder(TorchFunctionMode):
                 raise NoProgram(step.name)
         return Traced(*_renumber_constants(program, self._constants))
 
+    def _check_drawn(self, action: torch.Tensor) -> None:
+        """Check that an action is a draw as it came, or moved and scaled: nothing may have clipped or replaced it.
+
+        That it is a draw from the right distribution is seen by drawing again; a bound that was not met is not.
+        """
+        if id(action) not in self._random:
+            raise NoProgram("an action that is not drawn")
+        unseen = [id(action)]
+        while unseen:
+            name, inputs = self._origins[unseen.pop()]
+            if name not in _DRAWS:
+                if name not in _KEEPS_DRAWS:
+                    raise NoProgram(f"{name}() of an action")
+                unseen += self._random.intersection(inputs)
+
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
             name = f"get {getattr(func.__self__, '__name__', '')}"
         results = list(_tensors_in(result)) if not isinstance(result, torch.Tensor) else [result]
+        is_operator = name.startswith("__i") and name != "__invert__"  # As in `x += 1`.
+        changes = (name.endswith("_") and not name.endswith("__")) or is_operator or kwargs.get("inplace")
+        inputs = [id(tensor) for tensor in _tensors_in((args, kwargs))]
+        for tensor in results:
+            if changes or id(tensor) not in inputs:
+                self._origins[id(tensor)] = name, inputs
+                if name in _DRAWS or not self._random.isdisjoint(inputs):
+                    self._random.add(id(tensor))
+        self._kept.append((args, kwargs, results))
         if not results:
             if name not in _METADATA and any(True for _ in _tensors_in((args, kwargs))):
                 self._escape = self._escape or f"{name}() of a tensor"
             return
-        is_operator = name.startswith("__i") and name != "__invert__"  # As in `x += 1`.
-        changes = (name.endswith("_") and not name.endswith("__")) or is_operator or kwargs.get("inplace")
+        if name in _DRAWS and changes and self._is_new(args[0]):
+            return
         if name == "__setitem__" or (changes and self._is_shared(args[0])):
             self._escape = f"{name}() writes to a tensor"
             return
         if not changes and all(id(tensor) in self._refs for tensor in results):
             return  # Returned as it came: a function that had nothing to do.
-        self._kept.append(results)
         step = self._translate(name.rstrip("_") if changes and not name.startswith("__") else name, args, kwargs)
         if isinstance(step, Ref) and len(results) == 1:
             self._refs[id(results[0])] = step
@@ -135,6 +164,11 @@ class Recorder(TorchFunctionMode):
                     continue
                 index = len(self._steps) - 1
                 self._refs[id(tensor)] = Ref("step", index, None if isinstance(result, torch.Tensor) else part)
+
+    def _is_new(self, tensor: Any) -> bool:
+        """Tell whether there is nothing in a tensor yet."""
+        ref = self._refs.get(id(tensor))
+        return ref is not None and ref.source == "step" and self._steps[ref.key] == "unknown empty"
 
     def _is_shared(self, tensor: Any) -> bool:
         """Tell whether writing to a tensor may change another one."""
@@ -447,6 +481,12 @@ _METADATA = frozenset(
     | {"size", "dim", "numel", "ndimension", "is_floating_point", "is_complex", "stride", "is_contiguous", "__len__"}
     | {"__hash__", "__repr__", "get_device", "storage_offset", "is_inference", "get _backward_hooks", "get grad_fn"}
     | {"get grad", "get is_leaf", "_is_view", "get is_cpu", "element_size", "is_same_size", "get is_xla", "get is_mps"}
+)
+_DRAWS = frozenset({"multinomial", "normal", "bernoulli", "randn", "randn_like", "normal_"})
+_KEEPS_DRAWS = frozenset(
+    {"reshape", "view", "expand", "squeeze", "unsqueeze", "flatten", "stack", "cat", "transpose", "permute", "t"}
+    | {"get T", "get mT", "get data", "__getitem__", "detach", "clone", "contiguous", "alias", "cpu", "to", "long"}
+    | {"int", "float", "double", "add", "__add__", "__radd__", "mul", "__mul__", "__rmul__", "tanh"}
 )
 _LITERALS = frozenset({"tensor", "as_tensor", "scalar_tensor"})
 _VIEWS = frozenset({"split", "reshape", "flatten", "expand_dims", "squeeze", "index", "same", "together"})
