@@ -22,7 +22,7 @@ from clusterenv.policy.policy import Policy, State
 from clusterenv.policy.pool import Pool, Sample
 from clusterenv.policy.probes import Form, Probes, unpack
 from clusterenv.policy.rehearsal import NUM_ROWS, Rehearsal
-from clusterenv.policy.sync import EveryUpdate, Reason, SyncRule, Verdict
+from clusterenv.policy.sync import Case, EveryUpdate, Reason, SyncRule, Verdict
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.wire import values
 from clusterenv.wire.buffers import RolloutBuffers, StepBuffers
@@ -511,19 +511,12 @@ class Versions:
             self._note_divergence(found)
         found.sort(key=lambda each: (-(each[0] or 0.0), each[1].number))
         found += [(None, held) for held in sorted(silent, key=lambda held: held.number)]
-        now_s = time.monotonic()
+        now_s, num_all = time.monotonic(), len(self._workers)
         pull_bytes = round(self._spec.size_bytes * self._share_of_copies())
         for divergence, held in found:
             takers = [worker for worker in held.holders if worker.is_ready and can_take(worker)]
-            verdict = self._tracker.judge(
-                held.number,
-                self.newest,
-                divergence,
-                len(takers),
-                num_all=len(self._workers),
-                pull_bytes=pull_bytes,
-                now_s=now_s,
-            )
+            known = held.number, self.newest, divergence, len(takers)
+            verdict = self._tracker.judge(Case(*known, num_all=num_all, pull_bytes=pull_bytes, now_s=now_s))
             if verdict.advice is not None and verdict.reason not in self._warned and held not in silent:
                 self._warned.add(verdict.reason)
                 log.warning("%s", verdict.advice)

@@ -13,7 +13,7 @@ from clusterenv.policy.distribution import Array
 from clusterenv.policy.policy import Policy, State
 from clusterenv.policy.pool import Nest, Pool, Sample
 from clusterenv.policy.probes import Form
-from clusterenv.policy.sync import AdaptiveSync
+from clusterenv.policy.sync import AdaptiveSync, Case
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Rehearsal:
         divergence = self._spend(lambda: pool.diverges_from(policy, self._nest))
         if divergence is not None:
             self.num_judged += 1
-            if self._tracker.judge(self._version, version, divergence).pulls:
+            if self._tracker.judge(Case(self._version, version, divergence)).pulls:
                 self.num_pulls += 1
                 self._version, self._pool = version, None
 
