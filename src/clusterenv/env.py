@@ -457,7 +457,7 @@ class ClusterEnv(BackedVectorEnv):
         with self._owner:
             known = self._agent is not None and self._agent[0] is agent
             announce(self._policy_of(agent, self._agent[1] if known and self._agent is not None else None))
-            self._rollouts.publish()
+            self._rollouts.versions.tell()
 
     @property
     def stats(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError, WireError
+from clusterenv.head.backend import Instructions
 from clusterenv.head.calls import Destination
 from clusterenv.head.failure import naming
 from clusterenv.head.infos import checked_dict, checked_seconds, expect
@@ -26,7 +27,7 @@ from clusterenv.wire import messages, values
 from clusterenv.wire.arrays import allocate, shared_allocator, size_of
 from clusterenv.wire.board import digest_of
 from clusterenv.wire.buffers import RolloutBuffers, RolloutLayout, check_specs
-from clusterenv.wire.messages import ArraySpec, Copy, Load, Missing, Reply
+from clusterenv.wire.messages import ArraySpec, Load, Missing, Reply
 from clusterenv.wire.shared import SharedMemory
 from clusterenv.wire.zeromq import Frames, cut
 
@@ -87,8 +88,7 @@ class Acting(Workers):
         present = [worker for worker in self.workers if worker.is_ready]
         self._weights = weights = _Weights(version, memory, block, self._share_out(present, block))
         offer = None if memory is None else memory.offer
-        pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
-        adoption = partial(messages.Adopt, code=code, weights=offer, arguments=pickled)
+        adoption = partial(messages.Adopt, code=code, weights=offer, arguments=pickle_arguments(arguments))
         pending = self._start(
             PendingCall(
                 self.calls,
@@ -138,46 +138,20 @@ class Acting(Workers):
         """Return how often weights of this size would be sent if all workers took them."""
         return self.machines.count_copies(size_bytes)
 
-    def collect(
-        self,
-        num_steps: int,
-        version: int,
-        pulls: set[Worker],
-        num_probes: Mapping[Worker, int],
-        arguments: Mapping[str, Any],
-        record: int | None = None,
-    ) -> Collection:
+    def collect(self, num_steps: int, instructions: Instructions, record: int | None = None) -> Collection:
         """Let every worker make its part of a rollout, and wait for it.
 
-        Args:
-            num_steps: How long.
-            version: Of the weights that `load` encoded last.
-            pulls: Which workers take them.
-            num_probes: At how many rows workers should say how their actions were distributed; at none by default.
-            arguments: Per-call values for the policy.
-            record: The rollout's number in a recording: then it stays with the workers, but for its last step.
-
-        Returns:
-            The buffers, which the next rollout will overwrite, and each shard's summary.
+        With a number in a recording it stays with the workers, but for its last step.
         """
         self.settle()
         memory, buffers = self._rollout_buffers(num_steps) if record is None else (None, self._last_step())
         offer = None if memory is None else memory.offer
-        pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
+        told = self._acting_fields(instructions)
         pending = self._start(
             PendingCall(
                 self.calls,
-                lambda call, w, _: messages.Collect(
-                    call,
-                    num_steps,
-                    num_probes.get(w, 0),
-                    version if self._takes(w, pulls) else None,
-                    pickled,
-                    offer,
-                    record=record,
-                    copy=self._copy_for(w, pulls),
-                ),
-                arrays=lambda worker: self._weights_for(worker, pulls),
+                lambda call, w, _: messages.Collect(call, num_steps, memory=offer, record=record, **told(w)),
+                arrays=lambda worker: self._weights_for(worker, instructions),
                 destination=lambda w, _: self.rollout_destination(w, buffers.columns(w.start, w.stop)),
             )
         )
@@ -222,19 +196,32 @@ class Acting(Workers):
 
         return destination
 
-    def _weights_for(self, worker: Worker, pulls: set[Worker]) -> Sequence[Any]:
+    def _acting_fields(self, instructions: Instructions) -> Callable[[Worker], dict[str, Any]]:
+        """Return what makes the fields that `Collect` and `Decide` have in common, for each worker."""
+        arguments = pickle_arguments(instructions.arguments)
+
+        def make(worker: Worker) -> dict[str, Any]:
+            assert self._weights is not None, "a policy was adopted"
+            takes = self._takes(worker, instructions)
+            return {
+                "version": instructions.version if takes else None,
+                "copy": self._weights.shares.copy_for(worker) if takes else None,
+                "num_probes": instructions.num_probes.get(worker, 0),
+                "arguments": arguments,
+            }
+
+        return make
+
+    def _weights_for(self, worker: Worker, instructions: Instructions) -> Sequence[Any]:
         """Return the weights as a worker gets them with a message, if it shares no memory."""
         assert self._weights is not None, "a policy was adopted"
-        return self._weights.frames if self._takes(worker, pulls) and self._weights.shares.travels_to(worker) else ()
+        travels = self._takes(worker, instructions) and self._weights.shares.travels_to(worker)
+        return self._weights.frames if travels else ()
 
-    def _copy_for(self, worker: Worker, pulls: set[Worker]) -> Copy | None:
-        """Return who on a worker's machine gets the weights, if it is to take them."""
-        assert self._weights is not None, "a policy was adopted"
-        return self._weights.shares.copy_for(worker) if self._takes(worker, pulls) else None
-
-    def _takes(self, worker: Worker, pulls: set[Worker]) -> bool:
+    def _takes(self, worker: Worker, instructions: Instructions) -> bool:
         """Whether a worker takes the weights of a call: a successor may have been given newer ones already."""
-        return worker in pulls and self._weights is not None and worker.policy.version <= self._weights.version
+        assert self._weights is not None, "a policy was adopted"
+        return worker in instructions.pulls and worker.policy.version <= self._weights.version
 
     def _share_out(self, takers: Sequence[Worker], block: NDArray[Any]) -> Shares:
         return self.machines.share(takers, block.nbytes, lambda: digest_of([block]))
@@ -274,6 +261,11 @@ class Acting(Workers):
             else:
                 self._rollout = num_steps, None, layout.make(num_steps, self.num_envs, allocate)
         return self._rollout[1], self._rollout[2]
+
+
+def pickle_arguments(arguments: Mapping[str, Any]) -> bytes | None:
+    """Pickle per-call values for a policy; None if there are none."""
+    return cloudpickle.dumps(dict(arguments)) if arguments else None
 
 
 def pickle_policy(policy: object) -> bytes:

@@ -62,6 +62,8 @@ class Rehearsal:
 
     def judge(self, policy: Policy, version: int) -> None:
         """Decide whether the imagined worker pulls a new version."""
+        if not _leaves_no_trace(policy):
+            return
         self.num_versions += 1
         if self._pool is None or not self._may_spend():
             return
@@ -73,10 +75,9 @@ class Rehearsal:
                 self.num_pulls += 1
                 self._version, self._pool = version, None
 
-    @property
-    def wants_states(self) -> bool:
-        """Whether `take` should be given states in which to compare the newest version with later ones."""
-        return self._pool is None and self._may_spend()
+    def wants_states_of(self, policy: Policy) -> bool:
+        """Whether `take` should be given states in which to compare this newest version with later ones."""
+        return self._pool is None and _leaves_no_trace(policy) and self._may_spend()
 
     def take(self, policy: Policy, version: int, leaves: Sequence[Array], states: State) -> None:
         """Keep how the newest version acts in some states.
@@ -116,3 +117,8 @@ class Rehearsal:
             return None
         finally:
             self._spent_s += self._clock() - started_s
+
+
+def _leaves_no_trace(policy: Policy) -> bool:
+    """Whether a policy may be evaluated for a mere figure: a learner's own module may not."""
+    return bool(getattr(policy, "is_fast", True))
