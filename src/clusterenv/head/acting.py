@@ -236,9 +236,8 @@ class Acting(Workers):
         if own is not None and own.version == missing.version:
             found = own.frames if own.memory is None else cut(own.block.copy())  # That one is overwritten by the next.
         frames = self.on_missing(worker, missing.version, missing.held, found)
-        if frames is not None:
-            self.calls.tell(worker, Load(missing.version), frames)
-        elif self.stream is not None:
+        self.calls.tell(worker, Load(missing.version), frames or ())
+        if frames is None and self.stream is not None:
             self.stream.on_ready(worker)
 
     def _last_step(self) -> RolloutBuffers:
