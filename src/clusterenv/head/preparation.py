@@ -170,7 +170,9 @@ class Preparation:
         )
 
     def _adoption_of(self, worker: Worker, old: int = 0) -> list[PreparationRequest]:
-        """Give a worker the policy; once more if the learner has gone on meanwhile, since the first time may take long.
+        """Give a worker the policy; again if the learner has gone on meanwhile, since it may take long.
+
+        Twice is enough for weights: newer ones are sent when it takes part. A new structure it must have before that.
 
         Args:
             worker: Who takes over.
@@ -187,12 +189,16 @@ class Preparation:
             self.packages.tell()
             self.on_adopted(worker, version)
 
+        def go_on() -> list[PreparationRequest]:
+            is_enough = old and self.adoption is adoption
+            return [] if is_enough else self._adoption_of(worker, version)
+
         return [
             PreparationRequest(
                 lambda call: adoption(call=call, version=version),
                 accept,
                 arrays=frames,
-                then=tuple if old else partial(self._adoption_of, worker, version),
+                then=go_on,
             )
         ]
 
