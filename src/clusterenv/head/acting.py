@@ -19,7 +19,7 @@ from clusterenv.head.infos import checked_dict, checked_seconds, expect
 from clusterenv.head.machines import Shares
 from clusterenv.head.outcome import Collection
 from clusterenv.head.pending import PendingCall
-from clusterenv.head.worker import Worker
+from clusterenv.head.worker import Slot, Worker
 from clusterenv.head.workers import Workers
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.weights import WeightsSpec
@@ -63,7 +63,7 @@ class Acting(Workers):
     """Told who does not find a version, and which it holds; returns what to send, given what is at hand here."""
 
     _weights: _Weights | None = None
-    _rollout: tuple[int, SharedMemory | None, RolloutBuffers] | None = None
+    _rollout: Slot | None = None
 
     def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> int:
         """Send every worker the policy's structure and weights, and learn what it returns besides actions.
@@ -80,7 +80,7 @@ class Acting(Workers):
         if self._weights is not None:
             self.memories.unshare(self._weights.memory)
         if self._rollout is not None:
-            self.memories.unshare(self._rollout[1])
+            self.memories.unshare(self._rollout.memory)
         self._weights = self._rollout = None
         memory = self.memories.share(spec.size_bytes) if self.shares_memory else None
         target = None if memory is None else np.frombuffer(memory.memory, np.uint8, spec.size_bytes)
@@ -144,7 +144,9 @@ class Acting(Workers):
         With a number in a recording it stays with the workers, but for its last step.
         """
         self.settle()
-        memory, buffers = self._rollout_buffers(num_steps) if record is None else (None, self._last_step())
+        memory, buffers = (
+            self._slot_for_all(num_steps) if record is None else self.make_slot(1, self.num_envs, is_shared=False)
+        )
         offer = None if memory is None else memory.offer
         told = self._acting_fields(instructions)
         pending = self._start(
@@ -240,26 +242,22 @@ class Acting(Workers):
         if frames is None and self.stream is not None:
             self.stream.on_ready(worker)
 
-    def _last_step(self) -> RolloutBuffers:
-        assert self.rollout_layout is not None, "a policy was adopted"
-        return self.rollout_layout.make(1, self.num_envs, allocate)
-
-    def _rollout_buffers(self, num_steps: int) -> tuple[SharedMemory | None, RolloutBuffers]:
+    def make_slot(self, num_steps: int, num_envs: int, *, is_shared: bool) -> Slot:
+        """Lay out the arrays of a rollout, in memory to be shared with workers or in the head's own."""
         layout = self.rollout_layout
         assert layout is not None, "a policy was adopted"
-        if self._rollout is None or self._rollout[0] != num_steps:
+        if not is_shared:
+            return Slot(None, layout.make(num_steps, num_envs, allocate))
+        memory = self.memories.share(size_of(lambda make: layout.make(num_steps, num_envs, make)))
+        return Slot(memory, layout.make(num_steps, num_envs, shared_allocator(memory.memory)))
+
+    def _slot_for_all(self, num_steps: int) -> Slot:
+        """Return where rollouts of all workers go; the same for those of one length."""
+        if self._rollout is None or len(self._rollout.buffers.rewards) != num_steps:
             if self._rollout is not None:
-                self.memories.unshare(self._rollout[1])
-            if self.shares_memory:
-                memory = self.memories.share(size_of(lambda make: layout.make(num_steps, self.num_envs, make)))
-                self._rollout = (
-                    num_steps,
-                    memory,
-                    layout.make(num_steps, self.num_envs, shared_allocator(memory.memory)),
-                )
-            else:
-                self._rollout = num_steps, None, layout.make(num_steps, self.num_envs, allocate)
-        return self._rollout[1], self._rollout[2]
+                self.memories.unshare(self._rollout.memory)
+            self._rollout = self.make_slot(num_steps, self.num_envs, is_shared=self.shares_memory)
+        return self._rollout
 
 
 def pickle_arguments(arguments: Mapping[str, Any]) -> bytes | None:

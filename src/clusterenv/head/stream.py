@@ -18,11 +18,10 @@ from clusterenv.head.failure import failure_of
 from clusterenv.head.infos import checked_dict, checked_seconds, expect
 from clusterenv.head.remote import Remote
 from clusterenv.head.rollouts import Rollouts, ShardRollout, check_summary
-from clusterenv.head.worker import AskedRollout, Slot, Worker
+from clusterenv.head.worker import AskedRollout, Worker
 from clusterenv.policy.policy import Policy
 from clusterenv.rollout import Rollout
 from clusterenv.wire import values as codec
-from clusterenv.wire.arrays import allocate, shared_allocator, size_of
 from clusterenv.wire.board import digest_of
 from clusterenv.wire.messages import Collect, Collected, Failed, Load, Part, Reply
 
@@ -209,7 +208,10 @@ class Stream:
         calls = self._remote.calls
         call = calls.next_number()
         with calls.deferred:
-            slot = worker.stream.free.pop() if worker.stream.free else self._make_slot(worker)
+            if not (free := worker.stream.free):
+                is_shared = worker.mailbox is not None
+                free.append(self._remote.make_slot(self._num_steps, worker.num_envs, is_shared=is_shared))
+            slot = free.pop()
             asked = AskedRollout(slot, self._probing.num_probes(worker.policy.given[-1]))
             offer = None if slot.memory is None else slot.memory.offer
             worker.stream.asked.append(asked)
@@ -222,14 +224,6 @@ class Stream:
                 partial(self._accept, asked),
                 destination=self._remote.rollout_destination(worker, slot.buffers),
             )
-
-    def _make_slot(self, worker: Worker) -> Slot:
-        layout = self._remote.rollout_layout
-        assert layout is not None, "a policy was adopted"
-        if worker.mailbox is None:
-            return Slot(None, layout.make(self._num_steps, worker.num_envs, allocate))
-        memory = self._remote.memories.share(size_of(lambda make: layout.make(self._num_steps, worker.num_envs, make)))
-        return Slot(memory, layout.make(self._num_steps, worker.num_envs, shared_allocator(memory.memory)))
 
     def _send_weights(self, workers: Sequence[Worker]) -> int:
         """Send workers the newest weights, encoded once for all; returns to how many they were really sent."""

@@ -83,17 +83,9 @@ class Workers:
         autoreset_mode: AutoresetMode,
         shares_memory: bool,
     ) -> None:
-        """Take charge of workers that were started.
+        """Take charge of workers that were started, with assignments by the index of their first environments.
 
-        Args:
-            calls: To them.
-            fleet: What their launcher returned.
-            workers: Their records.
-            supervisor: Decides what is to be done for them.
-            timeouts: How long to wait.
-            assignments: A worker's assignment, by the index of its first environment.
-            autoreset_mode: How environments are reset.
-            shares_memory: Whether to offer shared memory; a worker that cannot reach it uses the socket.
+        Shared memory is offered to all; a worker that cannot reach it uses the socket.
         """
         self.calls = calls
         self.workers = workers
