@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from clusterenv import AdaptiveSync, EveryUpdate, NeverSync, PeriodicSync, SyncBudget
 from clusterenv.policy import SyncRule
-from clusterenv.policy.sync import Reason, Verdict
+from clusterenv.policy.sync import Case, Reason, Verdict
 from experiments.tasks import AnySettings, PpoSettings
 
 
@@ -110,26 +110,16 @@ class Staggered:
         """Return itself: there is nothing to remember."""
         return self
 
-    def judge(
-        self,
-        own: int,
-        newest: int,
-        divergence: float | None = None,
-        num_workers: int = 1,
-        *,
-        num_all: int = 1,
-        pull_bytes: int = 0,
-        now_s: float = 0.0,
-    ) -> Verdict:
+    def judge(self, case: Case) -> Verdict:
         """Let the holders of the first version leave it evenly over the first period; then each keeps its turn."""
-        if own >= newest:
+        if case.own >= case.newest:
             return Verdict(False, Reason.CURRENT)
-        if own == 0:
+        if case.own == 0:
             return Verdict(True, Reason.FIRST)
-        if newest - own >= self.k:
+        if case.lag >= self.k:
             return Verdict(True, Reason.PERIOD)
-        num_due = math.floor((newest - 1) * self.num_workers / self.k) if own == 1 else 0
-        num_leaving = num_workers - (self.num_workers - num_due)
+        num_due = math.floor((case.newest - 1) * self.num_workers / self.k) if case.own == 1 else 0
+        num_leaving = case.num_workers - (self.num_workers - num_due)
         return Verdict(True, Reason.PERIOD, num_leaving) if num_leaving > 0 else Verdict(False, Reason.WAITING)
 
 

@@ -27,8 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     "ownership": {"errors"},
     "evaluation": {"errors", "config", "head", "policy", "wire"},
     "inline": {
-        "head.acting", "head.dealer", "head.evaluating", "head.outcome", "head.worker", "policy", "rollout", "wire",
-        "worker.episode_player", "worker.infos", "worker.making", "worker.shard",
+        "head.acting", "head.backend", "head.dealer", "head.evaluating", "head.outcome", "head.worker", "policy",
+        "rollout", "wire", "worker.episode_player", "worker.infos", "worker.making", "worker.shard",
     },
     "vector": {"errors", "actions", "head", "inline", "ownership", "resets", "setup.sample", "wire.layout"},
     "env": {
@@ -55,6 +55,7 @@ HEAD: dict[str, set[str]] = {
     "joining": {"worker"},
     "liveness": {"worker"},
     "machines": {"worker"},
+    "backend": {"outcome", "worker"},
     "calls": {"interrupts", "joining", "liveness", "mailboxes", "worker"},
     "packages": {"worker"},
     "pending": {"calls", "outcome", "worker"},
@@ -62,15 +63,18 @@ HEAD: dict[str, set[str]] = {
     "supervisor": {"attendance", "worker"},
     "preparation": {"calls", "infos", "machines", "packages", "pending", "worker"},
     "workers": {"calls", "failure", "infos", "machines", "outcome", "pending", "preparation", "supervisor", "worker"},
-    "acting": {"calls", "failure", "infos", "machines", "outcome", "pending", "worker", "workers"},
+    "acting": {"backend", "calls", "failure", "infos", "machines", "outcome", "pending", "worker", "workers"},
     "dealer": set(),
     "evaluating": {"acting", "dealer", "failure", "infos", "pending", "worker", "workers"},
-    "remote": {"evaluating", "failure", "infos", "outcome", "pending", "worker", "workers"},
+    "remote": {"backend", "evaluating", "failure", "infos", "outcome", "pending", "worker", "workers"},
     "stats": {"outcome"},
-    "versions": {"stats", "worker"},
-    "rollouts": {"failure", "infos", "outcome", "stats", "versions", "worker"},
-    "stream": {"failure", "infos", "remote", "rollouts", "worker"},
-    "exchange": {"failure", "outcome", "worker"},
+    "holdings": {"worker"},
+    "probing": {"backend", "holdings", "stats", "worker"},
+    "pulls": {"backend", "holdings", "probing", "stats", "worker"},
+    "versions": {"backend", "holdings", "probing", "pulls", "stats", "worker"},
+    "rollouts": {"backend", "failure", "infos", "outcome", "stats", "versions", "worker"},
+    "stream": {"acting", "failure", "infos", "remote", "rollouts", "worker"},
+    "exchange": {"backend", "failure", "outcome", "worker"},
 }
 
 FRAMEWORKS = {"torch", "jax", "ray", "kubernetes", "matplotlib", "stable_baselines3", "envpool", "tensorflow"}

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +20,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from clusterenv import ClusterEnv, Faults, Network, Timeouts
+from clusterenv import ClusterEnv, Decision, Faults, Network, Timeouts
 from clusterenv.errors import BudgetSpent, ConfigError, LaunchError, WorkerLost
 from clusterenv.launchers.processes import ProcessFleet
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
@@ -71,6 +72,54 @@ def test_a_stream_begins_with_those_who_are_there_and_takes_in_who_comes_later(t
                 pass
         assert envs.losses == ()
         assert envs.rollout(agent, 4).num_envs == NUM_ENVS
+
+
+class Marked(gym.Wrapper[Any, Any, Any, Any]):
+    """An environment by which a policy knows the worker that it has come to."""
+
+    def __init__(self, mark: str) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        os.environ["MARK"] = mark
+
+
+def test_a_worker_that_comes_while_the_agents_structure_changes_twice_acts_with_the_last(tmp_path: Path) -> None:
+    class Growing(Linear):
+        """A policy of ever more layers, which comes to the worker in question when it is let."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers: list[list[int]] = [[]]
+
+        def act(self, obs: Any, state: Any = None, call: Any = None) -> Decision:
+            decision = super().act(obs, state)
+            return decision._replace(extras={"depth": np.full(len(obs), len(self.layers), np.float32)})
+
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            self.__dict__.update(state)
+            if os.environ["MARK"] == "late":
+                depth = len(self.layers)
+                (tmp_path / f"{depth} comes").touch()
+                while not (tmp_path / f"{depth} may come").exists():
+                    time.sleep(0.01)
+
+    launcher, agent = Gated(tmp_path), Growing()
+    makers = [partial(Marked, "early"), partial(Marked, "late")]
+    with (
+        ClusterEnv(makers, num_workers=2, faults=Faults(min_workers=1), launcher=launcher) as envs,
+        envs.stream(agent, 8, max_lag=1000) as stream,
+    ):
+        next(stream)
+        launcher.open()
+        for depth in (1, 2):
+            while not (tmp_path / f"{depth} comes").exists():
+                next(stream)
+            agent.layers = [*agent.layers, []]
+            next(stream)  # The other one has it now.
+            (tmp_path / f"{depth} may come").touch()
+        (tmp_path / "3 may come").touch()
+        rollout = next(rollout for rollout in stream if rollout.env_indices[0] == 1)
+        assert rollout.versions.tolist() == [3]
+        assert set(rollout.extras["depth"].ravel().tolist()) == {3.0}
 
 
 def test_other_calls_wait_for_all(tmp_path: Path) -> None:

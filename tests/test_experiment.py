@@ -27,6 +27,8 @@ from experiments.statistics import Interval, interval_of, judge_gap, judge_loss,
 from experiments.tasks import TASKS, read_task, write_tasks
 from numpy.typing import NDArray
 
+from clusterenv.policy.sync import Case
+
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
@@ -319,7 +321,7 @@ def test_staggered_workers_pull_in_turn_and_each_with_its_period() -> None:
         before = list(held)
         for own in sorted(set(before)):
             holders = [i for i, version in enumerate(before) if version == own]
-            verdict = rule.judge(own, newest, None, len(holders))
+            verdict = rule.judge(Case(own, newest, None, len(holders)))
             for i in holders[: verdict.at_most] if verdict.pulls else []:
                 held[i] = newest
         pulls.append(sum(a != b for a, b in zip(before, held, strict=True)))

@@ -185,9 +185,51 @@ def test_kills_in_a_stream_at_any_moment_mislabel_nothing(hosts: list[Host]) -> 
                         break
                     run.kill(num_kills % 2)
                     num_kills += 1
-                if number % 3 == 0:  # Last: what is learned before the next call is one version with what comes then.
+                if number % 3 == 0:  # Last: a version counts once a rollout is asked for, and there may be none.
                     run.learn(0.001)
         run.learn()
+        run.roll()
+
+
+class Counted(gym.Env[Any, Any]):
+    """An endless environment that counts its steps in a file."""
+
+    observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        with self._path.open("ab") as file:
+            file.write(b".")
+        return np.zeros(4, np.float32), 0.0, False, False, {}
+
+
+def test_a_rollout_after_a_stream_has_the_newest_weights_though_who_was_to_pass_them_on_is_gone(tmp_path: Path) -> None:
+    paths = [tmp_path / str(index) for index in range(3)]
+    patient = Timeouts(join_s=60, call_s=120, close_s=2, silence_s=30)
+    with ClusterEnv(
+        [partial(Counted, path) for path in paths], num_workers=3, network=Network(transport="zmq"), timeouts=patient
+    ) as envs:
+        envs.reset(seed=1)
+        run = Run(envs)
+        run.roll()
+        with envs.stream(run.agent, 8, in_flight=1, max_lag=1000) as stream:
+            made = [1, 1, 1]
+            while min(made) < 2:
+                made[next(stream).env_indices[0]] += 1
+            os.kill(run.pid(0), signal.SIGSTOP)  # It will get the weights for the others, and pass nothing on.
+            run.learn()
+            made[next(stream).env_indices[0]] += 1  # They all have been told of them.
+            deadline = time.monotonic() + 60
+            while any(paths[index].stat().st_size < 8 * (made[index] + 1) for index in (1, 2)):
+                assert time.monotonic() < deadline, "they do not make what they were asked for"
+            os.kill(run.pid(0), signal.SIGKILL)
         run.roll()
 
 

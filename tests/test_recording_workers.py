@@ -192,6 +192,24 @@ def test_a_full_disk_on_one_machine_costs_only_what_did_not_fit_there(tmp_path: 
     assert missed[0][0].rewards.tolist() == expected.rewards
 
 
+def test_the_files_of_those_who_could_record_are_named_though_others_could_not(tmp_path: Path, remote: Backend) -> None:
+    path = tmp_path / "partial-v0"
+    with (
+        ClusterEnv(make_factories(2, infos="none"), **remote) as envs,
+        Recorder(envs, path, where="worker") as recorder,
+    ):
+        envs.reset(seed=0)
+        unlimited = resource.prlimit(envs.worker_pids[1], resource.RLIMIT_FSIZE)
+        size_bytes = max(piece.stat().st_size for piece in (path / "pieces").iterdir())
+        resource.prlimit(envs.worker_pids[1], resource.RLIMIT_FSIZE, (size_bytes + 10, unlimited[1]))
+        with pytest.raises(RecordingError, match="by worker 1 "):
+            recorder.collect(HASHING, 40)
+        resource.prlimit(envs.worker_pids[1], resource.RLIMIT_FSIZE, unlimited)
+        assert [Path(piece.partition(":")[2]).stem.split("-")[1] for piece in recorder.pieces] == ["0"]
+        recorder.collect(HASHING, 40)
+        assert {Path(piece.partition(":")[2]) for piece in recorder.pieces} == set((path / "pieces").iterdir())
+
+
 def test_a_worker_that_cannot_record_is_named_before_anything_runs(tmp_path: Path, remote: Backend) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "done-v0" / "data").mkdir(parents=True)

@@ -97,7 +97,7 @@ def test_a_policy_that_fails_to_be_compared_ends_the_rehearsal_and_nothing_else(
     rehearsal.adopt(1)
     policy = Unreadable()
     rehearsal.take(policy, 1, [np.ones((4, 4), np.float32)], {})
-    assert not rehearsal.wants_states
+    assert not rehearsal.wants_states_of(policy)
     rehearsal.judge(policy, 2)
     assert (rehearsal.num_versions, rehearsal.num_judged) == (2, 0)
 
@@ -110,7 +110,7 @@ def test_it_takes_a_hundredth_of_the_time_at_most_whatever_an_evaluation_costs(s
     for version in itertools.count(1):
         if version > 1:
             rehearsal.judge(policy, version)
-        if rehearsal.wants_states:
+        if rehearsal.wants_states_of(policy):
             rehearsal.take(policy, version, [np.ones((4, 4), np.float32)], {})
         clock.now_s += 0.5  # What the learner takes.
         policy.matrix[:, 0] += 0.02

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from clusterenv.errors import ConfigError
 from clusterenv.policy.sync import (
     AdaptiveSync,
+    Case,
     EveryUpdate,
     NeverSync,
     PeriodicSync,
@@ -34,7 +35,7 @@ def judge_all(rule: SyncRule, divergences: list[float]) -> list[Verdict]:
     tracker = rule.start()
     verdicts: list[Verdict] = []
     for newest, divergence in enumerate(divergences, start=2):
-        verdicts.append(tracker.judge(1, newest, divergence))
+        verdicts.append(tracker.judge(Case(1, newest, divergence)))
         if verdicts[-1].pulls:
             break
     return verdicts
@@ -46,7 +47,7 @@ def count_pulls(rule: SyncRule, divergence_at_lag: list[float], updates: int) ->
     for newest in range(2, updates + 2):
         lag = newest - own
         divergence = divergence_at_lag[min(lag, len(divergence_at_lag)) - 1]
-        verdict = tracker.judge(own, newest, divergence)
+        verdict = tracker.judge(Case(own, newest, divergence))
         if verdict.pulls:
             own = newest
             pulls.append(verdict.reason)
@@ -55,13 +56,13 @@ def count_pulls(rule: SyncRule, divergence_at_lag: list[float], updates: int) ->
 
 @every_rule
 def test_a_worker_without_weights_pulls_whatever_the_rule(rule: SyncRule) -> None:
-    assert rule.start().judge(0, 5) == Verdict(True, Reason.FIRST)
+    assert rule.start().judge(Case(0, 5)) == Verdict(True, Reason.FIRST)
 
 
 @every_rule
 def test_a_worker_with_the_newest_weights_does_not_pull(rule: SyncRule) -> None:
-    assert rule.start().judge(5, 5, 9.0) == Verdict(False, Reason.CURRENT)
-    assert rule.start().judge(0, 0) == Verdict(False, Reason.CURRENT)
+    assert rule.start().judge(Case(5, 5, 9.0)) == Verdict(False, Reason.CURRENT)
+    assert rule.start().judge(Case(0, 0)) == Verdict(False, Reason.CURRENT)
 
 
 def test_only_the_adaptive_rule_compares() -> None:
@@ -71,9 +72,9 @@ def test_only_the_adaptive_rule_compares() -> None:
 def test_trackers_of_one_rule_share_nothing() -> None:
     rule = AdaptiveSync()
     one, two = rule.start(), rule.start()
-    one.judge(1, 2, 0.02)
-    assert one.judge(1, 3, 0.02).reason is Reason.PLATEAU
-    assert two.judge(1, 3, 0.02).reason is Reason.BELOW
+    one.judge(Case(1, 2, 0.02))
+    assert one.judge(Case(1, 3, 0.02)).reason is Reason.PLATEAU
+    assert two.judge(Case(1, 3, 0.02)).reason is Reason.BELOW
 
 
 @pytest.mark.parametrize(
@@ -84,17 +85,17 @@ def test_fixed_rules_pull_by_lag_alone(rule: SyncRule, expected: int) -> None:
 
 
 def test_a_divergence_over_the_threshold_pulls_and_one_at_it_does_not() -> None:
-    assert AdaptiveSync(threshold=0.05).start().judge(1, 2, 0.05) == Verdict(False, Reason.BELOW)
-    assert AdaptiveSync(threshold=0.05).start().judge(1, 2, 0.0501) == Verdict(True, Reason.DIVERGED)
+    assert AdaptiveSync(threshold=0.05).start().judge(Case(1, 2, 0.05)) == Verdict(False, Reason.BELOW)
+    assert AdaptiveSync(threshold=0.05).start().judge(Case(1, 2, 0.0501)) == Verdict(True, Reason.DIVERGED)
 
 
 @pytest.mark.parametrize("divergence", [math.inf, math.nan])
 def test_an_infinite_or_meaningless_divergence_pulls(divergence: float) -> None:
-    assert AdaptiveSync().start().judge(1, 2, divergence) == Verdict(True, Reason.DIVERGED)
+    assert AdaptiveSync().start().judge(Case(1, 2, divergence)) == Verdict(True, Reason.DIVERGED)
 
 
 def test_a_divergence_that_cannot_be_measured_pulls_and_says_so() -> None:
-    verdict = AdaptiveSync().start().judge(1, 2, None)
+    verdict = AdaptiveSync().start().judge(Case(1, 2, None))
     assert verdict == Verdict(True, Reason.UNMEASURED)
     assert verdict.advice is not None
     assert "distribution" in verdict.advice
@@ -135,20 +136,20 @@ def test_a_shrinking_divergence_is_a_plateau() -> None:
 def test_the_first_version_after_a_pull_is_never_a_plateau() -> None:
     tracker = AdaptiveSync(plateau=0.9).start()
     for own, newest in [(1, 2), (2, 3), (3, 4), (7, 9)]:
-        assert tracker.judge(own, newest, 0.02).reason is Reason.BELOW
+        assert tracker.judge(Case(own, newest, 0.02)).reason is Reason.BELOW
 
 
 def cross(rule: SyncRule, times: int) -> tuple[Tracker, int]:
     """Let a worker pull over the threshold at every version, so many times; returns its tracker and version."""
     tracker = rule.start()
     for own in range(1, times + 1):
-        assert tracker.judge(own, own + 1, 0.06).reason is Reason.DIVERGED
+        assert tracker.judge(Case(own, own + 1, 0.06)).reason is Reason.DIVERGED
     return tracker, times + 1
 
 
 def pause(tracker: Tracker, own: int, versions: int) -> list[Reason]:
     """Let the divergence rise once after a pull, and then stand still."""
-    return [tracker.judge(own, own + lag, 0.02).reason for lag in range(1, versions + 2)]
+    return [tracker.judge(Case(own, own + lag, 0.02)).reason for lag in range(1, versions + 2)]
 
 
 @pytest.mark.parametrize(("crossings", "patience"), [(0, 1), (1, 1), (2, 2), (5, 5)])
@@ -160,15 +161,15 @@ def test_a_learner_that_crossed_the_threshold_often_may_pause_as_often(crossings
 def test_growth_between_two_pauses_begins_the_count_anew() -> None:
     tracker, own = cross(AdaptiveSync(), 2)
     for lag, divergence in enumerate([0.01, 0.01, 0.03, 0.03], start=1):
-        assert tracker.judge(own, own + lag, divergence).reason is Reason.BELOW
-    assert tracker.judge(own, own + 5, 0.03).reason is Reason.PLATEAU
+        assert tracker.judge(Case(own, own + lag, divergence)).reason is Reason.BELOW
+    assert tracker.judge(Case(own, own + 5, 0.03)).reason is Reason.PLATEAU
 
 
 @pytest.mark.parametrize("reason", [Reason.PLATEAU, Reason.LAG])
 def test_a_pull_below_the_threshold_ends_the_patience(reason: Reason) -> None:
     tracker, own = cross(AdaptiveSync(max_lag=4), 3)
     divergences = [0.02] * 4 if reason is Reason.PLATEAU else [0.001 * lag for lag in range(1, 5)]
-    verdicts = [tracker.judge(own, own + lag, divergence) for lag, divergence in enumerate(divergences, start=1)]
+    verdicts = [tracker.judge(Case(own, own + lag, divergence)) for lag, divergence in enumerate(divergences, start=1)]
     assert verdicts[-1].reason is reason
     assert pause(tracker, own + 4, 1) == [Reason.BELOW, Reason.PLATEAU]
 
@@ -176,33 +177,33 @@ def test_a_pull_below_the_threshold_ends_the_patience(reason: Reason) -> None:
 def test_a_pull_over_the_threshold_that_is_asked_for_twice_counts_once() -> None:
     tracker = AdaptiveSync().start()
     for newest in (2, 3, 4):
-        assert tracker.judge(1, newest, 0.06).reason is Reason.DIVERGED
+        assert tracker.judge(Case(1, newest, 0.06)).reason is Reason.DIVERGED
     assert pause(tracker, 4, 1) == [Reason.BELOW, Reason.PLATEAU]
 
 
 def test_growth_is_counted_per_version_when_versions_are_skipped() -> None:
     tracker = AdaptiveSync(plateau=0.5).start()
-    tracker.judge(1, 2, 0.01)
+    tracker.judge(Case(1, 2, 0.01))
     # Three versions later, at a third of the pace per version: a plateau although it grew as much in total.
-    assert tracker.judge(1, 5, 0.02).reason is Reason.PLATEAU
+    assert tracker.judge(Case(1, 5, 0.02)).reason is Reason.PLATEAU
     tracker = AdaptiveSync(plateau=0.5).start()
-    tracker.judge(1, 3, 0.01)
-    assert tracker.judge(1, 4, 0.015).reason is Reason.BELOW
+    tracker.judge(Case(1, 3, 0.01))
+    assert tracker.judge(Case(1, 4, 0.015)).reason is Reason.BELOW
 
 
 def test_measuring_one_version_twice_says_nothing_about_growth() -> None:
     tracker = AdaptiveSync().start()
-    tracker.judge(1, 2, 0.01)
-    assert tracker.judge(1, 2, 0.01).reason is Reason.BELOW
-    assert tracker.judge(1, 2, 0.06).reason is Reason.DIVERGED
-    assert tracker.judge(1, 3, 0.02).reason is Reason.BELOW
+    tracker.judge(Case(1, 2, 0.01))
+    assert tracker.judge(Case(1, 2, 0.01)).reason is Reason.BELOW
+    assert tracker.judge(Case(1, 2, 0.06)).reason is Reason.DIVERGED
+    assert tracker.judge(Case(1, 3, 0.02)).reason is Reason.BELOW
 
 
 def test_a_pull_that_is_still_on_its_way_is_asked_for_again_or_not_but_never_forgotten() -> None:
     tracker = AdaptiveSync().start()
-    assert tracker.judge(1, 2, 0.2).pulls
-    assert tracker.judge(1, 3, 0.3).pulls
-    assert not tracker.judge(3, 4, 0.01).pulls
+    assert tracker.judge(Case(1, 2, 0.2)).pulls
+    assert tracker.judge(Case(1, 3, 0.3)).pulls
+    assert not tracker.judge(Case(3, 4, 0.01)).pulls
 
 
 def test_lag_is_bounded_and_the_remedy_named() -> None:
@@ -223,7 +224,7 @@ def test_no_worker_is_ever_more_than_the_lag_bound_behind_or_over_the_threshold(
     rule = AdaptiveSync(threshold=0.05, max_lag=max_lag, plateau=plateau)
     tracker, own = rule.start(), 1
     for newest, divergence in enumerate(divergences, start=2):
-        if tracker.judge(own, newest, divergence).pulls:
+        if tracker.judge(Case(own, newest, divergence)).pulls:
             own = newest
         else:
             assert newest - own < max_lag
@@ -277,7 +278,7 @@ def test_the_threshold_is_the_one_argument_everybody_gives() -> None:
 def test_an_off_policy_learner_pulls_when_diverged_and_for_no_other_reason() -> None:
     still = [0.02] * 500
     assert count_pulls(AdaptiveSync.off_policy(), still, updates=500) == []
-    assert AdaptiveSync.off_policy(0.01).start().judge(1, 2, 0.02) == Verdict(True, Reason.DIVERGED)
+    assert AdaptiveSync.off_policy(0.01).start().judge(Case(1, 2, 0.02)) == Verdict(True, Reason.DIVERGED)
     chosen = AdaptiveSync.off_policy(0.01, measure="ess", everywhere=True)
     assert (chosen.measure, chosen.everywhere, chosen.max_lag) == ("ess", True, math.inf)
 
@@ -294,14 +295,14 @@ def spend(rule: SyncBudget, num_workers: int, updates: list[tuple[float, bool]])
         updates: How long each took, and whether the policy changed by it at all.
     """
     tracker, held, spent, now_s, moved = rule.start(), {1: num_workers}, [], 0.0, [0.0, 0.0]
-    tracker.judge(1, 2, 0.0, num_workers, pull_bytes=PULL_BYTES, now_s=now_s)  # The clock starts.
+    tracker.judge(Case(1, 2, 0.0, num_workers, pull_bytes=PULL_BYTES, now_s=now_s))  # The clock starts.
     for newest, (seconds, is_moving) in enumerate(updates, start=3):
         now_s += seconds
         moved += [moved[-1] + is_moving]
         pulled = 0
         for own in sorted(held, key=lambda own: -(moved[-1] - moved[min(own, newest) - 1])):
             divergence = 0.01 * (moved[-1] - moved[own - 1])
-            verdict = tracker.judge(own, newest, divergence, held[own], pull_bytes=PULL_BYTES, now_s=now_s)
+            verdict = tracker.judge(Case(own, newest, divergence, held[own], pull_bytes=PULL_BYTES, now_s=now_s))
             count = min(held[own], verdict.at_most or 0) if verdict.pulls else 0
             held[own] -= count
             pulled += count
@@ -350,23 +351,23 @@ def test_a_budget_is_spent_while_the_policy_changes(
 def test_a_budget_of_bytes_buys_as_many_pulls_as_the_weights_are_small() -> None:
     for pull_bytes, expected in ((1000, 10), (5000, 2), (20_000, 0)):
         tracker = SyncBudget(bytes_per_second=1e4).start()
-        tracker.judge(1, 2, 0.1, 50, pull_bytes=pull_bytes, now_s=100.0)
-        verdict = tracker.judge(1, 3, 0.1, 50, pull_bytes=pull_bytes, now_s=101.0)
+        tracker.judge(Case(1, 2, 0.1, 50, pull_bytes=pull_bytes, now_s=100.0))
+        verdict = tracker.judge(Case(1, 3, 0.1, 50, pull_bytes=pull_bytes, now_s=101.0))
         assert (verdict.at_most or 0) == expected
 
 
 def test_versions_that_were_never_judged_are_paid_for_all_the_same() -> None:
     tracker = SyncBudget(pulls_per_update=2).start()
-    assert tracker.judge(1, 2, 0.1, 50).at_most == 2
-    assert tracker.judge(1, 7, 0.1, 50).at_most == 10
+    assert tracker.judge(Case(1, 2, 0.1, 50)).at_most == 2
+    assert tracker.judge(Case(1, 7, 0.1, 50)).at_most == 10
 
 
 def test_a_budget_goes_to_the_most_diverged_who_are_judged_first_and_then_is_gone() -> None:
     tracker = SyncBudget(pulls_per_update=3).start()
-    assert tracker.judge(1, 4, 0.5, 2) == Verdict(True, Reason.BUDGET, 2)
-    assert tracker.judge(2, 4, 0.2, 5) == Verdict(True, Reason.BUDGET, 1)
-    assert not tracker.judge(3, 4, 0.1, 1).pulls
-    assert tracker.judge(2, 5, 0.3, 9).at_most == 3
+    assert tracker.judge(Case(1, 4, 0.5, 2)) == Verdict(True, Reason.BUDGET, 2)
+    assert tracker.judge(Case(2, 4, 0.2, 5)) == Verdict(True, Reason.BUDGET, 1)
+    assert not tracker.judge(Case(3, 4, 0.1, 1)).pulls
+    assert tracker.judge(Case(2, 5, 0.3, 9)).at_most == 3
 
 
 @pytest.mark.parametrize("name", ["pulls_per_update", "bytes_per_second"])
@@ -388,7 +389,7 @@ def take_turns(num_workers: int, updates: int, growth: float) -> tuple[list[list
     for newest in range(2, updates + 2):
         for own in sorted(set(held)):
             holders = [worker for worker, version in enumerate(held) if version == own]
-            verdict = tracker.judge(own, newest, growth * (newest - own), len(holders), num_all=num_workers)
+            verdict = tracker.judge(Case(own, newest, growth * (newest - own), len(holders), num_all=num_workers))
             if verdict.pulls:
                 for worker in holders[: verdict.at_most]:
                     held[worker] = newest
@@ -417,7 +418,7 @@ def test_turns_do_not_make_the_rule_more_patient_with_a_plateau() -> None:
     tracker = AdaptiveSync().start()
     first, second = 1, 3
     for newest in (5, 9, 13):
-        assert tracker.judge(first, newest, 0.06, 1, num_all=2).reason is Reason.DIVERGED
-        assert tracker.judge(second, newest + 2, 0.06, 1, num_all=2).reason is Reason.DIVERGED
+        assert tracker.judge(Case(first, newest, 0.06, 1, num_all=2)).reason is Reason.DIVERGED
+        assert tracker.judge(Case(second, newest + 2, 0.06, 1, num_all=2)).reason is Reason.DIVERGED
         first, second = newest, newest + 2
     assert pause(tracker, second, 3) == [Reason.BELOW] * 3 + [Reason.PLATEAU]

@@ -457,7 +457,7 @@ class ClusterEnv(BackedVectorEnv):
         with self._owner:
             known = self._agent is not None and self._agent[0] is agent
             announce(self._policy_of(agent, self._agent[1] if known and self._agent is not None else None))
-            self._rollouts.publish()
+            self._rollouts.versions.tell()
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -499,11 +499,11 @@ class ClusterEnv(BackedVectorEnv):
 
     def _record(
         self, agent: Any, num_steps: int, values: Mapping[str, Any] | None, number: int
-    ) -> tuple[Episodes, list[str]]:
+    ) -> tuple[Episodes, list[str], RecordingError | None]:
         """Do as `rollout` does, with the newest weights, but let the workers record and keep what they make.
 
         Returns:
-            The episodes that finished, and the files that were written to, as `host:path`.
+            The episodes that finished, the files that were written to, as `host:path`, and why others were not.
         """
         with self._owner:
             self._check_idle("collect")
@@ -512,14 +512,15 @@ class ClusterEnv(BackedVectorEnv):
             policy = self._policy_of(agent)
             self._ensure_reset()
             episodes, records = self._rollouts.record(policy, num_steps, dict(values or {}), number)
+            failure = None
             if failed := [(worker, reason) for worker, _, reason in records if reason]:
                 worker, reason = failed[0]
                 others = f", nor by {len(failed) - 1} others" if len(failed) > 1 else ""
-                raise RecordingError(
+                failure = RecordingError(
                     f"A rollout could not be recorded by {worker}{others}: {reason} What was recorded before is there, "
                     "and so is what other workers have made; the run may go on, and later rollouts may be recorded."
                 )
-            return episodes, [f"{worker.hostname}:{path}" for worker, path, _ in records]
+            return episodes, [f"{worker.hostname}:{path}" for worker, path, reason in records if not reason], failure
 
     def _end_recording(self) -> None:
         """Let the workers record no more."""

@@ -12,6 +12,7 @@ import cloudpickle
 from numpy.typing import NDArray
 
 from clusterenv.head.acting import pickle_policy
+from clusterenv.head.backend import Instructions
 from clusterenv.head.dealer import Dealer
 from clusterenv.head.evaluating import Finished, read_finished
 from clusterenv.head.outcome import Collection, Outcome
@@ -109,12 +110,9 @@ class Inline:
     def step(self, actions: Iterable[Any] | None) -> InlineCall:
         return self._note(lambda: self._fill(lambda buffer: (self._shard.step(buffer, actions), None)))
 
-    def decide(
-        self, version: int, pulls: set[Worker], num_probes: Mapping[Worker, int], arguments: Mapping[str, Any]
-    ) -> InlineCall:
-        self._load(version, pulls)
-        count = num_probes.get(self.workers[0], 0)
-        return self._note(lambda: self._fill(lambda buffer: self._shard.decide(buffer, count, arguments)))
+    def decide(self, instructions: Instructions) -> InlineCall:
+        told = self._load(instructions)
+        return self._note(lambda: self._fill(lambda buffer: self._shard.decide(buffer, *told)))
 
     def invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InlineCall:
         return self._note(lambda: Outcome({}, [], self._shard.host.call(name, args, kwargs), []))
@@ -182,22 +180,14 @@ class Inline:
     def count_copies(self, _size_bytes: int) -> int:
         return 1
 
-    def collect(
-        self,
-        num_steps: int,
-        version: int,
-        pulls: set[Worker],
-        num_probes: Mapping[Worker, int],
-        arguments: Mapping[str, Any],
-        record: int | None = None,
-    ) -> Collection:
+    def collect(self, num_steps: int, instructions: Instructions, record: int | None = None) -> Collection:
         assert record is None, "there is nobody to keep it"
         started = time.perf_counter()
-        self._load(version, pulls)
+        told = self._load(instructions)
         if self._rollout is None or len(self._rollout.rewards) != num_steps:
             assert self._shard.rollout_layout is not None, "a policy was adopted"
             self._rollout = self._shard.rollout_layout.make(num_steps, self._num_envs, allocate)
-        summary, probes = self._shard.collect(self._rollout, num_probes.get(self.workers[0], 0), arguments)
+        summary, probes = self._shard.collect(self._rollout, *told)
         busy_s = time.perf_counter() - started
         return Collection(self._rollout, [summary], [busy_s], [self._shard.policy_version], [_pack(probes)])
 
@@ -242,9 +232,11 @@ class Inline:
         said = [] if (packed := _pack(probes)) is None else [(0, packed)]
         return Outcome(complete(infos, self._num_envs), objects, [], list(host.errors), said)
 
-    def _load(self, version: int, pulls: set[Worker]) -> None:
-        if pulls:
-            self._shard.load(version, self._weights)
+    def _load(self, instructions: Instructions) -> tuple[int, Mapping[str, Any]]:
+        """Take new weights, if any; returns how many probes are wanted, and the values for the policy."""
+        if instructions.pulls:
+            self._shard.load(instructions.version, self._weights)
+        return instructions.num_probes.get(self.workers[0], 0), instructions.arguments
 
 
 def _pack(probes: Probes | None) -> bytes | None:

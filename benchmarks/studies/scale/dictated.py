@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from clusterenv.policy.sync import Reason, Verdict
+from clusterenv.policy.sync import Case, Reason, Verdict
 
 
 @dataclass
@@ -24,11 +24,9 @@ class Dictated:
         """Return the tracker: there is nothing to remember."""
         return self
 
-    def judge(
-        self, own: int, newest: int, divergence: float | None = None, num_workers: int = 1, **more: float
-    ) -> Verdict:
+    def judge(self, case: Case) -> Verdict:
         """Decide as told."""
-        if own >= newest or not self.pulls:
+        if case.own >= case.newest or not self.pulls:
             return Verdict(False, Reason.WAITING)
         return Verdict(True, Reason.UPDATE, self.num_workers - self.num_workers // 8 if self.spares else None)
 

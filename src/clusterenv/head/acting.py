@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError, WireError
+from clusterenv.head.backend import Instructions
 from clusterenv.head.calls import Destination
 from clusterenv.head.failure import naming
 from clusterenv.head.infos import checked_dict, checked_seconds, expect
 from clusterenv.head.machines import Shares
 from clusterenv.head.outcome import Collection
 from clusterenv.head.pending import PendingCall
-from clusterenv.head.worker import Worker
+from clusterenv.head.worker import Slot, Worker
 from clusterenv.head.workers import Workers
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.weights import WeightsSpec
@@ -26,7 +27,7 @@ from clusterenv.wire import messages, values
 from clusterenv.wire.arrays import allocate, shared_allocator, size_of
 from clusterenv.wire.board import digest_of
 from clusterenv.wire.buffers import RolloutBuffers, RolloutLayout, check_specs
-from clusterenv.wire.messages import ArraySpec, Copy, Load, Missing, Reply
+from clusterenv.wire.messages import ArraySpec, Load, Missing, Reply
 from clusterenv.wire.shared import SharedMemory
 from clusterenv.wire.zeromq import Frames, cut
 
@@ -62,7 +63,7 @@ class Acting(Workers):
     """Told who does not find a version, and which it holds; returns what to send, given what is at hand here."""
 
     _weights: _Weights | None = None
-    _rollout: tuple[int, SharedMemory | None, RolloutBuffers] | None = None
+    _rollout: Slot | None = None
 
     def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> int:
         """Send every worker the policy's structure and weights, and learn what it returns besides actions.
@@ -79,7 +80,7 @@ class Acting(Workers):
         if self._weights is not None:
             self.memories.unshare(self._weights.memory)
         if self._rollout is not None:
-            self.memories.unshare(self._rollout[1])
+            self.memories.unshare(self._rollout.memory)
         self._weights = self._rollout = None
         memory = self.memories.share(spec.size_bytes) if self.shares_memory else None
         target = None if memory is None else np.frombuffer(memory.memory, np.uint8, spec.size_bytes)
@@ -87,8 +88,7 @@ class Acting(Workers):
         present = [worker for worker in self.workers if worker.is_ready]
         self._weights = weights = _Weights(version, memory, block, self._share_out(present, block))
         offer = None if memory is None else memory.offer
-        pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
-        adoption = partial(messages.Adopt, code=code, weights=offer, arguments=pickled)
+        adoption = partial(messages.Adopt, code=code, weights=offer, arguments=pickle_arguments(arguments))
         pending = self._start(
             PendingCall(
                 self.calls,
@@ -138,46 +138,22 @@ class Acting(Workers):
         """Return how often weights of this size would be sent if all workers took them."""
         return self.machines.count_copies(size_bytes)
 
-    def collect(
-        self,
-        num_steps: int,
-        version: int,
-        pulls: set[Worker],
-        num_probes: Mapping[Worker, int],
-        arguments: Mapping[str, Any],
-        record: int | None = None,
-    ) -> Collection:
+    def collect(self, num_steps: int, instructions: Instructions, record: int | None = None) -> Collection:
         """Let every worker make its part of a rollout, and wait for it.
 
-        Args:
-            num_steps: How long.
-            version: Of the weights that `load` encoded last.
-            pulls: Which workers take them.
-            num_probes: At how many rows workers should say how their actions were distributed; at none by default.
-            arguments: Per-call values for the policy.
-            record: The rollout's number in a recording: then it stays with the workers, but for its last step.
-
-        Returns:
-            The buffers, which the next rollout will overwrite, and each shard's summary.
+        With a number in a recording it stays with the workers, but for its last step.
         """
         self.settle()
-        memory, buffers = self._rollout_buffers(num_steps) if record is None else (None, self._last_step())
+        memory, buffers = (
+            self._slot_for_all(num_steps) if record is None else self.make_slot(1, self.num_envs, is_shared=False)
+        )
         offer = None if memory is None else memory.offer
-        pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
+        told = self._acting_fields(instructions)
         pending = self._start(
             PendingCall(
                 self.calls,
-                lambda call, w, _: messages.Collect(
-                    call,
-                    num_steps,
-                    num_probes.get(w, 0),
-                    version if self._takes(w, pulls) else None,
-                    pickled,
-                    offer,
-                    record=record,
-                    copy=self._copy_for(w, pulls),
-                ),
-                arrays=lambda worker: self._weights_for(worker, pulls),
+                lambda call, w, _: messages.Collect(call, num_steps, memory=offer, record=record, **told(w)),
+                arrays=lambda worker: self._weights_for(worker, instructions),
                 destination=lambda w, _: self.rollout_destination(w, buffers.columns(w.start, w.stop)),
             )
         )
@@ -222,19 +198,32 @@ class Acting(Workers):
 
         return destination
 
-    def _weights_for(self, worker: Worker, pulls: set[Worker]) -> Sequence[Any]:
+    def _acting_fields(self, instructions: Instructions) -> Callable[[Worker], dict[str, Any]]:
+        """Return what makes the fields that `Collect` and `Decide` have in common, for each worker."""
+        arguments = pickle_arguments(instructions.arguments)
+
+        def make(worker: Worker) -> dict[str, Any]:
+            assert self._weights is not None, "a policy was adopted"
+            takes = self._takes(worker, instructions)
+            return {
+                "version": instructions.version if takes else None,
+                "copy": self._weights.shares.copy_for(worker) if takes else None,
+                "num_probes": instructions.num_probes.get(worker, 0),
+                "arguments": arguments,
+            }
+
+        return make
+
+    def _weights_for(self, worker: Worker, instructions: Instructions) -> Sequence[Any]:
         """Return the weights as a worker gets them with a message, if it shares no memory."""
         assert self._weights is not None, "a policy was adopted"
-        return self._weights.frames if self._takes(worker, pulls) and self._weights.shares.travels_to(worker) else ()
+        travels = self._takes(worker, instructions) and self._weights.shares.travels_to(worker)
+        return self._weights.frames if travels else ()
 
-    def _copy_for(self, worker: Worker, pulls: set[Worker]) -> Copy | None:
-        """Return who on a worker's machine gets the weights, if it is to take them."""
-        assert self._weights is not None, "a policy was adopted"
-        return self._weights.shares.copy_for(worker) if self._takes(worker, pulls) else None
-
-    def _takes(self, worker: Worker, pulls: set[Worker]) -> bool:
+    def _takes(self, worker: Worker, instructions: Instructions) -> bool:
         """Whether a worker takes the weights of a call: a successor may have been given newer ones already."""
-        return worker in pulls and self._weights is not None and worker.policy.version <= self._weights.version
+        assert self._weights is not None, "a policy was adopted"
+        return worker in instructions.pulls and worker.policy.version <= self._weights.version
 
     def _share_out(self, takers: Sequence[Worker], block: NDArray[Any]) -> Shares:
         return self.machines.share(takers, block.nbytes, lambda: digest_of([block]))
@@ -249,31 +238,31 @@ class Acting(Workers):
         if own is not None and own.version == missing.version:
             found = own.frames if own.memory is None else cut(own.block.copy())  # That one is overwritten by the next.
         frames = self.on_missing(worker, missing.version, missing.held, found)
-        if frames is not None:
-            self.calls.tell(worker, Load(missing.version), frames)
-        elif self.stream is not None:
+        self.calls.tell(worker, Load(missing.version), frames or ())
+        if frames is None and self.stream is not None:
             self.stream.on_ready(worker)
 
-    def _last_step(self) -> RolloutBuffers:
-        assert self.rollout_layout is not None, "a policy was adopted"
-        return self.rollout_layout.make(1, self.num_envs, allocate)
-
-    def _rollout_buffers(self, num_steps: int) -> tuple[SharedMemory | None, RolloutBuffers]:
+    def make_slot(self, num_steps: int, num_envs: int, *, is_shared: bool) -> Slot:
+        """Lay out the arrays of a rollout, in memory to be shared with workers or in the head's own."""
         layout = self.rollout_layout
         assert layout is not None, "a policy was adopted"
-        if self._rollout is None or self._rollout[0] != num_steps:
+        if not is_shared:
+            return Slot(None, layout.make(num_steps, num_envs, allocate))
+        memory = self.memories.share(size_of(lambda make: layout.make(num_steps, num_envs, make)))
+        return Slot(memory, layout.make(num_steps, num_envs, shared_allocator(memory.memory)))
+
+    def _slot_for_all(self, num_steps: int) -> Slot:
+        """Return where rollouts of all workers go; the same for those of one length."""
+        if self._rollout is None or len(self._rollout.buffers.rewards) != num_steps:
             if self._rollout is not None:
-                self.memories.unshare(self._rollout[1])
-            if self.shares_memory:
-                memory = self.memories.share(size_of(lambda make: layout.make(num_steps, self.num_envs, make)))
-                self._rollout = (
-                    num_steps,
-                    memory,
-                    layout.make(num_steps, self.num_envs, shared_allocator(memory.memory)),
-                )
-            else:
-                self._rollout = num_steps, None, layout.make(num_steps, self.num_envs, allocate)
-        return self._rollout[1], self._rollout[2]
+                self.memories.unshare(self._rollout.memory)
+            self._rollout = self.make_slot(num_steps, self.num_envs, is_shared=self.shares_memory)
+        return self._rollout
+
+
+def pickle_arguments(arguments: Mapping[str, Any]) -> bytes | None:
+    """Pickle per-call values for a policy; None if there are none."""
+    return cloudpickle.dumps(dict(arguments)) if arguments else None
 
 
 def pickle_policy(policy: object) -> bytes:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clusterenv.errors import CallTimeout, ConfigError
+from clusterenv.head.backend import Backend
 from clusterenv.head.failure import failure_of
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.worker import Worker
-from clusterenv.wire.buffers import StepBuffers
 from clusterenv.wire.infos import ShardInfos, merge_infos
 from clusterenv.wire.layout import Layout
 
@@ -23,57 +22,15 @@ Received = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_],
 _WAIT_S = 0.1
 
 
-class ShardCall(Protocol):
-    """A step of one worker's environments: see `PendingCall`."""
-
-    waiting: dict[Worker, int]
-    replies: dict[Worker, Any]
-    failed: list[Any]
-
-
-class ShardBackend(Protocol):
-    """Where single workers are stepped: see `Remote`."""
-
-    @property
-    def workers(self) -> Sequence[Worker]:
-        """Their records."""
-
-    @property
-    def buffers(self) -> tuple[StepBuffers, StepBuffers]:
-        """The step buffers."""
-
-    @property
-    def deferred(self) -> contextlib.AbstractContextManager[None]:
-        """Defers Ctrl-C until the end of a block."""
-
-    def settle(self) -> None:
-        """Come to rest."""
-
-    def advance(self, timeout_s: float, /) -> bool:
-        """Process events."""
-
-    def raise_fatal(self, workers: Iterable[Worker]) -> None:
-        """Raise why one of these is gone for good."""
-
-    def step_shard(self, worker: Worker, /) -> Any:
-        """Start a step of one worker's environments."""
-
-    def wait_for(self, call: Any, /) -> None:
-        """Note that such a step is done."""
-
-    def read_step(self, worker: Worker, reply: Any, /) -> Outcome:
-        """Return what it brought."""
-
-
 class Exchange:
     """Steps a worker's environments as soon as all of them have an action."""
 
-    def __init__(self, remote: ShardBackend, actions: Layout, observations: Layout) -> None:
+    def __init__(self, remote: Backend, actions: Layout, observations: Layout) -> None:
         self._remote = remote
         self._actions = actions
         self._observations = observations
         self._has_action = np.zeros(remote.workers[-1].stop, np.bool_)
-        self._calls: list[tuple[Worker, ShardCall]] = []
+        self._calls: list[tuple[Worker, Any]] = []  # With what `step_shard` returned.
 
     @property
     def is_idle(self) -> bool:

@@ -66,16 +66,6 @@ class Preparation:
         assignments: Callable[[int], bytes],
         autoreset_mode: AutoresetMode,
     ) -> None:
-        """Prepare the workers of one run.
-
-        Args:
-            calls: Of the run; whoever shares memory gets a mailbox there.
-            workers: Their records.
-            memories: Where to make these.
-            machines: Which of them find that they share one.
-            assignments: A worker's assignment, by the index of its first environment.
-            autoreset_mode: How environments are reset.
-        """
         self.attributes: dict[str, Make] = {}
         self.recording: Make | None = None
         self.was_reset = False
@@ -87,17 +77,11 @@ class Preparation:
         self._calls = calls
         self._memories = memories
         self._machines = machines
-        self._assignments = assignments
+        self._assignments = assignments  # By the index of a worker's first environment.
         self._autoreset_mode = autoreset_mode
 
     def open(self, spaces: RunSpaces, memory: SharedMemory | None, reader: StepReader) -> None:
-        """Note what the stages after the first are about.
-
-        Args:
-            spaces: Of the run.
-            memory: The bell and the step buffers, if they are offered to workers.
-            reader: Reads the answer to a reset.
-        """
+        """Note what the stages after the first are about; the bell and the step buffers lie in the memory, if any."""
         self._is_open = True
         self._spaces = cloudpickle.dumps(spaces)
         self._memory = memory
@@ -186,7 +170,9 @@ class Preparation:
         )
 
     def _adoption_of(self, worker: Worker, old: int = 0) -> list[PreparationRequest]:
-        """Give a worker the policy; once more if the learner has gone on meanwhile, since the first time may take long.
+        """Give a worker the policy; again if the learner has gone on meanwhile, since it may take long.
+
+        Twice is enough for weights: newer ones are sent when it takes part. A new structure it must have before that.
 
         Args:
             worker: Who takes over.
@@ -203,12 +189,16 @@ class Preparation:
             self.packages.tell()
             self.on_adopted(worker, version)
 
+        def go_on() -> list[PreparationRequest]:
+            is_enough = old and self.adoption is adoption
+            return [] if is_enough else self._adoption_of(worker, version)
+
         return [
             PreparationRequest(
                 lambda call: adoption(call=call, version=version),
                 accept,
                 arrays=frames,
-                then=tuple if old else partial(self._adoption_of, worker, version),
+                then=go_on,
             )
         ]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import cloudpickle
 
+from clusterenv.head.backend import Instructions
 from clusterenv.head.evaluating import Evaluating
 from clusterenv.head.failure import naming
 from clusterenv.head.infos import read_results
@@ -70,20 +71,15 @@ class Remote(Evaluating):
         read = self._reader.read_all
         return self._start(PendingCall(self.calls, ask, destination=step_destination, fills=True, read=read))
 
-    def decide(
-        self, version: int, pulls: set[Worker], num_probes: Mapping[Worker, int], arguments: Mapping[str, Any]
-    ) -> Handle:
-        """Start a step in which the workers choose the actions; its arguments are as for `collect`."""
-        pickled = cloudpickle.dumps(dict(arguments)) if arguments else None
+    def decide(self, instructions: Instructions) -> Handle:
+        """Start a step in which the workers choose the actions."""
+        told = self._acting_fields(instructions)
         self.settle()
         return self._start(
             PendingCall(
                 self.calls,
-                lambda call, w, buffer: Decide(
-                    *(call, buffer, version if self._takes(w, pulls) else None, pickled, num_probes.get(w, 0)),
-                    copy=self._copy_for(w, pulls),
-                ),
-                arrays=lambda worker: self._weights_for(worker, pulls),
+                lambda call, worker, buffer: Decide(call, buffer, **told(worker)),
+                arrays=lambda worker: self._weights_for(worker, instructions),
                 destination=step_destination,
                 fills=True,
                 read=self._reader.read_all,

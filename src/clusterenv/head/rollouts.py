@@ -9,18 +9,19 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from clusterenv.errors import WireError
+from clusterenv.head.backend import Backend, Instructions
 from clusterenv.head.failure import naming, printable
 from clusterenv.head.infos import checked_errors, checked_list
 from clusterenv.head.outcome import Collection
 from clusterenv.head.stats import Stats
-from clusterenv.head.versions import PolicyBackend, Versions
+from clusterenv.head.versions import Versions
 from clusterenv.head.worker import Version, Worker
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.sync import SyncRule
@@ -31,32 +32,7 @@ from clusterenv.wire.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
-Layouts = tuple[Layout, Layout]
-
 _POSITIONS = ("life", "episode", "step", "seed")
-
-
-class ActingBackend(PolicyBackend, Protocol):
-    """Where policies run and act."""
-
-    def settle(self) -> None:
-        """Come to rest after whatever was interrupted."""
-
-    def decide(
-        self, version: int, pulls: set[Worker], num_probes: Mapping[Worker, int], arguments: Mapping[str, Any]
-    ) -> Any:
-        """Start a step in which the workers choose the actions; returns what to wait for."""
-
-    def collect(
-        self,
-        num_steps: int,
-        version: int,
-        pulls: set[Worker],
-        num_probes: Mapping[Worker, int],
-        arguments: Mapping[str, Any],
-        record: int | None = None,
-    ) -> Collection:
-        """Let every worker make its part of a rollout, and keep it there if it is recorded."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,43 +59,25 @@ class Rollouts:
 
     Attributes:
         stats: What the run has done.
-        versions: Of the policy.
+        versions: Of the policy; with `holdings`, who holds which, and `probing`, how far they are from the newest.
         layouts: Of actions and observations.
         mode: How environments are reset.
         run: A number of this run's own, which its rollouts have, too.
     """
 
     def __init__(
-        self,
-        backend: ActingBackend,
-        rule: SyncRule,
-        layouts: Layouts,
-        mode: AutoresetMode,
-        *,
-        copies: bool,
+        self, backend: Backend, rule: SyncRule, layouts: tuple[Layout, Layout], mode: AutoresetMode, *, copies: bool
     ) -> None:
-        """Run policies on a backend.
-
-        Args:
-            backend: Where they run.
-            rule: When they take new weights.
-            layouts: Of actions and observations.
-            mode: How environments are reset.
-            copies: Whether rollouts are the caller's own, rather than overwritten by the next.
-        """
         self.stats = Stats()
         self.layouts = layouts
         self.mode = mode
         self.run = secrets.randbits(62)
         self.versions = Versions(rule, backend, layouts[1], self.stats)
+        self.holdings, self.probing = self.versions.holdings, self.versions.probing
         self._backend = backend
-        self._copies = copies
+        self._copies = copies  # Whether rollouts are the caller's own, rather than overwritten by the next.
         self._num_envs = backend.workers[-1].stop
         self._errors = RateLimitedLog(log, limit=100)
-
-    def publish(self) -> None:
-        """Note that the weights have changed, for policies that cannot notice it themselves."""
-        self.versions.tell()
 
     def start_step(self, policy: Policy, arguments: Mapping[str, Any]) -> Any:
         """Start a step in which the policy chooses the actions; returns what to wait for."""
@@ -127,7 +85,8 @@ class Rollouts:
         with self.distrust_after_failure():
             self._backend.settle()
             pulls = self.versions.prepare(policy, arguments)
-            return self._backend.decide(self.versions.newest, pulls, self.versions.share_step_probes(), arguments)
+            wanted = self.probing.share_for_step()
+            return self._backend.decide(Instructions(self.holdings.newest, pulls, wanted, arguments))
 
     def note_step(
         self, num_envs: int, errors: Sequence[tuple[int, str]], probes: Sequence[tuple[int, bytes]] = ()
@@ -147,83 +106,66 @@ class Rollouts:
         for index, data in probes:
             worker = self._backend.workers[index]
             with naming(worker):
-                self.versions.take_step(worker, data)
-        self.versions.end_step()
+                self.probing.take_step(worker, data)
+        self.probing.end_step()
 
     def note_errors(self, errors: Sequence[tuple[int, str]]) -> None:
         """Log the exceptions of environments that were forgiven, and count them."""
         for env_index, text in errors:
-            self._note_error(env_index, text)
+            self.stats.env_errors += 1
+            self._errors.warn("environment %d raised, its episode was truncated: %s", env_index, text)
 
     def rollout(self, policy: Policy, num_steps: int, arguments: Mapping[str, Any]) -> Rollout:
         """Collect a rollout."""
-        check_collectable(*self.layouts)
         before = self.stats.snapshot()
-        with self.distrust_after_failure():
-            self._backend.settle()
-            pulls = self.versions.prepare(policy, arguments)
-            wanted = self.versions.share_probes()
-            started = time.perf_counter()
-            collection = self._backend.collect(num_steps, self.versions.newest, pulls, wanted, arguments)
-            seconds = time.perf_counter() - started
+        collection, seconds, wanted = self._collect(policy, num_steps, arguments)
         made_with: list[Version] = []
         parts = zip(collection.summaries, collection.versions, collection.probes, strict=True)
         for worker, (summary, version, probes) in zip(self._backend.workers, parts, strict=True):
             with naming(worker):
                 columns = collection.buffers.columns(worker.start, worker.stop)
                 check_summary(summary, columns, self.layouts[1], self.mode)
-                made_with.append(held := self.versions.take_version(worker, version))
-                self.versions.take_rollout(held, probes, columns, wanted.get(worker, 0))
-        self.stats.note_rollout(num_steps * self._num_envs, collection, seconds)
-        self._note_rollout_errors(collection.summaries, self._backend.workers)
+                made_with.append(held := self.holdings.find_acted_with(worker, version))
+                self.probing.take_rollout(held, probes, columns, wanted.get(worker, 0))
         if self._copies:
             collection = replace(collection, buffers=collection.buffers.copy())
-        provenance = self._provenance(made_with, [worker.num_envs for worker in self._backend.workers])
-        return assemble(
-            collection,
-            [(worker.start, worker.stop) for worker in self._backend.workers],
-            self.layouts,
-            self.mode,
-            provenance,
-            self._cost(before, collection, seconds),
-            self.run,
-        )
+        return self._assemble(collection, self._backend.workers, made_with, before, seconds)
 
     def record(
         self, policy: Policy, num_steps: int, arguments: Mapping[str, Any], number: int
     ) -> tuple[Episodes, list[tuple[Worker, str, str]]]:
-        """Let the workers make a rollout with the newest version, and record it where they are.
-
-        Args:
-            policy: Of the learner.
-            num_steps: How long.
-            arguments: Per-call values for the policy.
-            number: Of the rollout in the recording.
+        """Let the workers make a rollout with the newest version, and record it, by this number, where they are.
 
         Returns:
             The episodes that finished, and of each worker which file it records to, and why it could not; "" if it has.
         """
-        check_collectable(*self.layouts)
         workers = self._backend.workers
-        with self.distrust_after_failure():
-            self._backend.settle()
-            pulls = self.versions.prepare(policy, arguments, for_all=True)
-            started = time.perf_counter()
-            collection = self._backend.collect(num_steps, self.versions.newest, pulls, {}, arguments, number)
-            seconds = time.perf_counter() - started
+        collection, seconds, _ = self._collect(policy, num_steps, arguments, number)
         records: list[tuple[Worker, str, str]] = []
         for worker, summary, version in zip(workers, collection.summaries, collection.versions, strict=True):
             with naming(worker):
                 check_progress(summary, worker.num_envs, num_steps)
-                self.versions.take_version(worker, version)
+                self.holdings.find_acted_with(worker, version)
                 path, reason = checked_list(summary.get("recorded"), 2)
                 if not isinstance(path, str) or not isinstance(reason, str):
                     raise WireError("What it says of its recording is malformed.")
             records.append((worker, printable(path), printable(reason)))
-        self.stats.note_rollout(num_steps * self._num_envs, collection, seconds)
-        self._note_rollout_errors(collection.summaries, workers)
+        self._note_rollout(collection, workers, num_steps * self._num_envs, seconds)
         shards = [(worker.start, worker.stop) for worker in workers]
         return _episodes(collection.summaries, shards, np.arange(self._num_envs)), records
+
+    def _collect(
+        self, policy: Policy, num_steps: int, arguments: Mapping[str, Any], record: int | None = None
+    ) -> tuple[Collection, float, Mapping[Worker, int]]:
+        """Let the workers make a rollout; returns it, the seconds it took, and how many probes each was asked for."""
+        check_collectable(*self.layouts)
+        with self.distrust_after_failure():
+            self._backend.settle()
+            pulls = self.versions.prepare(policy, arguments, for_all=record is not None)
+            wanted = self.probing.share() if record is None else {}
+            started = time.perf_counter()
+            instructions = Instructions(self.holdings.newest, pulls, wanted, arguments)
+            return self._backend.collect(num_steps, instructions, record), time.perf_counter() - started, wanted
 
     def assembler(self) -> Callable[[Sequence[ShardRollout]], Rollout]:
         """Return what makes a rollout of the parts that workers made, in a stream that begins now."""
@@ -234,43 +176,65 @@ class Rollouts:
             nonlocal delivered_at, before
             now = time.perf_counter()
             seconds, delivered_at = now - delivered_at, now
-            buffers = RolloutBuffers.beside([made.buffers for made in group])
-            summaries, busy_s = [made.summary for made in group], [made.busy_s for made in group]
-            collection = Collection(buffers, summaries, busy_s, [], [])
-            sizes = [made.worker.num_envs for made in group]
-            bounds = np.cumsum([0, *sizes]).tolist()
-            self.stats.note_rollout(buffers.rewards.size, collection, seconds)
-            self._note_rollout_errors(collection.summaries, [made.worker for made in group])
-            rollout = assemble(
-                collection,
-                list(itertools.pairwise(bounds)),
-                self.layouts,
-                self.mode,
-                self._provenance([made.version for made in group], sizes),
-                self._cost(before, collection, seconds),
-                self.run,
-                np.concatenate([made.worker.env_indices for made in group]),
+            collection = Collection(
+                RolloutBuffers.beside([made.buffers for made in group]),
+                [made.summary for made in group],
+                [made.busy_s for made in group],
+                [],
+                [],
             )
+            made_by, made_with = [made.worker for made in group], [made.version for made in group]
+            rollout = self._assemble(collection, made_by, made_with, before, seconds)
             before = self.stats.snapshot()
             return rollout
 
         return join
 
-    def _provenance(self, made_with: Sequence[Version], sizes: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """Say of each environment which version acted in it, how old that is, and how far from the newest."""
+    def _assemble(
+        self,
+        collection: Collection,
+        workers: Sequence[Worker],
+        made_with: Sequence[Version],
+        before: Mapping[str, float],
+        seconds: float,
+    ) -> Rollout:
+        """Count a rollout, and make it of the columns of these workers, each made with its version.
+
+        It has cost what was counted since `before`.
+        """
+        actions, observations = self.layouts
+        block = collection.buffers
+        self._note_rollout(collection, workers, block.rewards.size, seconds)
+        sizes = [worker.num_envs for worker in workers]
+        shards = list(itertools.pairwise(np.cumsum([0, *sizes]).tolist()))
+        env_indices = np.concatenate([worker.env_indices for worker in workers])
         versions = np.repeat(np.array([held.number for held in made_with], np.int64), sizes)
-        divergences = np.array([self.versions.divergence_of(held) for held in made_with], np.float64)
-        ages = self.versions.newest - versions
-        return {"versions": versions, "ages": ages, "divergences": np.repeat(divergences, sizes)}
+        divergences = np.array([self.probing.divergence_of(held) for held in made_with], np.float64)
+        return Rollout(
+            obs=observations.nest([column[:-1] for column in block.observations]),
+            actions=actions.nest(block.actions),
+            rewards=block.rewards,
+            terminations=block.terminations,
+            truncations=block.truncations,
+            valid=block.valid,
+            extras=block.extras,
+            next_obs=observations.nest([column[-1] for column in block.observations]),
+            states=block.states,
+            finals=_finals(collection, shards, observations, self.mode),
+            episodes=_episodes(collection.summaries, shards, env_indices),
+            positions=_positions(collection.summaries, self.run),
+            autoreset_mode=self.mode,
+            stats=self._cost(before, collection, seconds),
+            env_indices=env_indices,
+            versions=versions,
+            ages=self.holdings.newest - versions,
+            divergences=np.repeat(divergences, sizes),
+        )
 
-    def _note_rollout_errors(self, summaries: Sequence[Mapping[str, Any]], workers: Sequence[Worker]) -> None:
-        for summary, worker in zip(summaries, workers, strict=True):
-            for row, text in summary["errors"]:
-                self._note_error(worker.start + row, text)
-
-    def _note_error(self, env_index: int, text: str) -> None:
-        self.stats.env_errors += 1
-        self._errors.warn("environment %d raised, its episode was truncated: %s", env_index, text)
+    def _note_rollout(self, collection: Collection, workers: Sequence[Worker], env_steps: int, seconds: float) -> None:
+        self.stats.note_rollout(env_steps, collection, seconds)
+        for summary, worker in zip(collection.summaries, workers, strict=True):
+            self.note_errors([(worker.start + row, text) for row, text in summary["errors"]])
 
     @contextlib.contextmanager
     def distrust_after_failure(self) -> Iterator[None]:
@@ -292,56 +256,6 @@ class Rollouts:
 
 
 Shards = Sequence[tuple[int, int]]
-
-
-def assemble(
-    collection: Collection,
-    shards: Shards,
-    layouts: tuple[Layout, Layout],
-    mode: AutoresetMode,
-    provenance: Mapping[str, NDArray[Any]],
-    stats: dict[str, Any],
-    run: int,
-    env_indices: NDArray[np.int64] | None = None,
-) -> Rollout:
-    """Make the rollout.
-
-    Args:
-        collection: What the workers made, checked.
-        shards: Whose columns each summary speaks of.
-        layouts: Of actions and observations.
-        mode: How environments were reset.
-        provenance: `versions`, `ages` and `divergences`, per environment.
-        stats: What it cost.
-        run: The number of the run.
-        env_indices: The environment of each column, if not that of the same number.
-    """
-    actions, observations = layouts
-    block = collection.buffers
-    if env_indices is None:
-        env_indices = np.arange(block.rewards.shape[1])
-    episodes = _episodes(collection.summaries, shards, env_indices)
-    finals = _finals(collection, shards, observations, mode)
-    return Rollout(
-        obs=observations.nest([column[:-1] for column in block.observations]),
-        actions=actions.nest(block.actions),
-        rewards=block.rewards,
-        terminations=block.terminations,
-        truncations=block.truncations,
-        valid=block.valid,
-        extras=block.extras,
-        next_obs=observations.nest([column[-1] for column in block.observations]),
-        states=block.states,
-        finals=finals,
-        episodes=episodes,
-        positions=_positions(collection.summaries, run),
-        autoreset_mode=mode,
-        stats=stats,
-        env_indices=env_indices,
-        versions=provenance["versions"],
-        ages=provenance["ages"],
-        divergences=provenance["divergences"],
-    )
 
 
 def check_summary(summary: Mapping[str, Any], columns: RolloutBuffers, layout: Layout, mode: AutoresetMode) -> None:

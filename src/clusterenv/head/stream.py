@@ -12,18 +12,16 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-import cloudpickle
-
 from clusterenv.errors import ClusterEnvError, ConfigError
+from clusterenv.head.acting import pickle_arguments
 from clusterenv.head.failure import failure_of
 from clusterenv.head.infos import checked_dict, checked_seconds, expect
 from clusterenv.head.remote import Remote
 from clusterenv.head.rollouts import Rollouts, ShardRollout, check_summary
-from clusterenv.head.worker import AskedRollout, Slot, Worker
+from clusterenv.head.worker import AskedRollout, Worker
 from clusterenv.policy.policy import Policy
 from clusterenv.rollout import Rollout
 from clusterenv.wire import values as codec
-from clusterenv.wire.arrays import allocate, shared_allocator, size_of
 from clusterenv.wire.board import digest_of
 from clusterenv.wire.messages import Collect, Collected, Failed, Load, Part, Reply
 from clusterenv.wire.zeromq import Frames
@@ -47,9 +45,6 @@ class StreamWish:
     values: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "min_envs", "in_flight"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.max_lag is not None and not self.max_lag >= 0:
             raise ConfigError(f"max_lag must be at least 0 versions, got {self.max_lag}.")
 
@@ -75,21 +70,16 @@ class Stream:
         pulls: set[Worker],
         owner: contextlib.AbstractContextManager[None],
     ) -> None:
-        """Set the workers going.
+        """Set workers going that hold the policy already, but for the newest weights, which `pulls` are due.
 
-        Args:
-            remote: The workers, which hold the policy already.
-            rollouts: Puts together what they make.
-            policy: Of the learner.
-            wish: What the user wants of it.
-            pulls: Which workers are due the newest weights.
-            owner: Keeps other threads out of the environments.
+        The owner keeps other threads out of the environments.
         """
         self.values = dict(wish.values)
         self.is_open = True
         self._remote = remote
         self._rollouts = rollouts
-        self._versions = rollouts.versions
+        self._versions, self._holdings, self._probing = rollouts.versions, rollouts.holdings, rollouts.probing
+        self._pulls = rollouts.versions.pulls
         self._stats = rollouts.stats
         self._policy = policy
         self._assemble = rollouts.assembler()
@@ -97,7 +87,7 @@ class Stream:
         self._num_steps, self._min_envs = wish.num_steps, wish.min_envs
         self._in_flight = wish.in_flight
         # A rollout ages while it is made and while those of all workers wait before it, and weights a rollout longer.
-        allowed = self._versions.max_lag + (wish.in_flight + 1) * len(remote.workers)
+        allowed = self._pulls.max_lag + (wish.in_flight + 1) * len(remote.workers)
         self._max_lag = allowed if wish.max_lag is None else wish.max_lag
         self._ready: deque[ShardRollout] = deque()
         self._num_ready_envs = 0
@@ -107,7 +97,7 @@ class Stream:
         self._room_bytes = _AHEAD_BYTES
         self._digested: tuple[int, bytes] | None = None
         self._must_judge = False
-        self._seen_version = self._versions.newest
+        self._seen_version = self._holdings.newest
         self._failure: ClusterEnvError | None = None
         self._has_warned = False
         remote.stream = self  # From here on the next call, whatever it is, ends the stream.
@@ -208,8 +198,8 @@ class Stream:
 
     def _supply(self) -> None:
         """Give workers new weights if they need them, and rollouts to make."""
-        if self._versions.newest != self._seen_version:
-            self._seen_version = self._versions.newest
+        if self._holdings.newest != self._seen_version:
+            self._seen_version = self._holdings.newest
             self._must_judge = True
         if self._must_judge:
             self._must_judge = False
@@ -226,40 +216,33 @@ class Stream:
 
     def _renew(self) -> None:
         """Find out which workers need the newest weights."""
-        late = [worker for worker in self._versions.farther_behind(self._max_lag) if worker.is_ready]
-        late = [worker for worker in late if self._can_pull(worker)]
-        for worker in late:
-            self._versions.insist(worker)
-        self._unsent.update(dict.fromkeys([*late, *self._versions.judge(self._can_pull)]))
+        late = self._pulls.insist(list(filter(self._can_pull, self._holdings.farther_behind(self._max_lag))))
+        self._unsent.update(dict.fromkeys([*late, *self._pulls.judge(self._can_pull)]))
 
     def _can_pull(self, worker: Worker) -> bool:
         return _can_take(worker) and worker not in self._unsent
 
     def _ask(self, worker: Worker) -> None:
         """Ask a worker for one more rollout."""
-        pickled = cloudpickle.dumps(self.values) if self.values else None
         calls = self._remote.calls
         call = calls.next_number()
         with calls.deferred:
-            slot = worker.stream.free.pop() if worker.stream.free else self._make_slot(worker)
-            asked = AskedRollout(slot, self._versions.num_probes(worker.policy.given[-1]))
+            if not (free := worker.stream.free):
+                is_shared = worker.mailbox is not None
+                free.append(self._remote.make_slot(self._num_steps, worker.num_envs, is_shared=is_shared))
+            slot = free.pop()
+            asked = AskedRollout(slot, self._probing.num_probes(worker.policy.given[-1]))
             offer = None if slot.memory is None else slot.memory.offer
             worker.stream.asked.append(asked)
             calls.send(
                 worker,
-                Collect(call, self._num_steps, asked.num_probes, None, pickled, offer, is_own=True),
+                Collect(
+                    call, self._num_steps, asked.num_probes, None, pickle_arguments(self.values), offer, is_own=True
+                ),
                 call,
                 partial(self._accept, asked),
                 destination=self._remote.rollout_destination(worker, slot.buffers),
             )
-
-    def _make_slot(self, worker: Worker) -> Slot:
-        layout = self._remote.rollout_layout
-        assert layout is not None, "a policy was adopted"
-        if worker.mailbox is None:
-            return Slot(None, layout.make(self._num_steps, worker.num_envs, allocate))
-        memory = self._remote.memories.share(size_of(lambda make: layout.make(self._num_steps, worker.num_envs, make)))
-        return Slot(memory, layout.make(self._num_steps, worker.num_envs, shared_allocator(memory.memory)))
 
     def _send_next(self) -> None:
         """Send the newest weights to the worker whose turn it is, and to those that share its machine.
@@ -271,17 +254,17 @@ class Stream:
         with self._remote.deferred:
             for worker in workers:
                 del self._unsent[worker]
-                self._versions.catch_up(worker)
+                self._holdings.catch_up(worker)
             num_sent = self._send_weights(workers)
             self._versions.note_sent(num_sent)
-            self._room_bytes -= num_sent * self._versions.weights_bytes
+            self._room_bytes -= num_sent * self._holdings.spec.size_bytes
 
     def _send_weights(self, workers: Sequence[Worker]) -> int:
         """Send workers the newest weights, encoded once for all; returns to how many they were really sent."""
         if not workers:
             return 0
         version, frames = self._versions.encode_newest()
-        size_bytes = self._versions.weights_bytes
+        size_bytes = self._holdings.spec.size_bytes
         shares = self._remote.machines.share(workers, size_bytes, lambda: self._digest(version, frames))
         for worker in workers:
             worker.stream.num_loads += 1
@@ -298,14 +281,14 @@ class Stream:
         """Take a rollout, a part of one, or word that it could not be made."""
         work = worker.stream
         if not _can_take(worker):
-            self._versions.judge_again(worker)
+            self._pulls.judge_again(worker)
             self._must_judge = True
         work.num_loads = 0
         self._due[worker] = None
         if isinstance(reply, Part):
             return
         work.asked.remove(asked)
-        self._room_bytes = min(_AHEAD_BYTES, self._room_bytes + self._versions.weights_bytes)
+        self._room_bytes = min(_AHEAD_BYTES, self._room_bytes + self._holdings.spec.size_bytes)
         is_shared = asked.slot.memory is not None
         if is_shared:
             work.free.append(asked.slot)
@@ -316,10 +299,10 @@ class Stream:
         summary = checked_dict(codec.loads(collected.summary))
         buffers = asked.slot.buffers.copy() if is_shared else asked.slot.buffers
         check_summary(summary, buffers, self._rollouts.layouts[1], self._rollouts.mode)
-        version = self._versions.take_version(worker, collected.version)
-        self._versions.take_rollout(version, collected.probes, buffers, asked.num_probes)
-        self._versions.count_rollout(worker, _MAX_LOADS)
-        self._must_judge = self._must_judge or self._versions.can_judge(version)
+        version = self._holdings.find_acted_with(worker, collected.version)
+        self._probing.take_rollout(version, collected.probes, buffers, asked.num_probes)
+        self._pulls.count_rollout(worker, _MAX_LOADS)
+        self._must_judge = self._must_judge or self._pulls.can_judge(version)
         if not is_shared:  # Else they are the worker's own, and it is further on.
             self._remote.note_last_step(worker, buffers)
         made = ShardRollout(worker, buffers, summary, checked_seconds(collected.busy_s), version)
@@ -343,14 +326,14 @@ class Stream:
 
     def _discard_old(self) -> None:
         """Throw away what has become too old to learn from, if there is a newer version by which to say so."""
-        if self._versions.newest != self._seen_version:
+        if self._holdings.newest != self._seen_version:
             ready, self._ready, self._num_ready_envs = self._ready, deque(), 0
             for made in ready:
                 self._keep(made)
 
     def _keep(self, made: ShardRollout) -> None:
         """Put a rollout to those that wait to be delivered, unless it is too old to learn from."""
-        age = self._versions.newest - made.version.number
+        age = self._holdings.newest - made.version.number
         if age <= self._max_lag:
             self._ready.append(made)
             self._num_ready_envs += made.worker.num_envs

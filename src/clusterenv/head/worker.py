@@ -107,7 +107,7 @@ class HeldPolicy:
 
 
 class Slot(NamedTuple):
-    """Where a rollout of a stream goes: memory that its worker shares, or arrays of the head's own."""
+    """Where a rollout goes: memory that workers share, or arrays of the head's own."""
 
     memory: SharedMemory | None
     buffers: RolloutBuffers

@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 
 from clusterenv.config import Timeouts
 from clusterenv.errors import CallTimeout, LaunchError, WireError
-from clusterenv.head.calls import Answered, Calls, Event, Gone, Joined, Missed, log_of
+from clusterenv.head.calls import Calls, Event, Gone, Joined, Missed, log_of
 from clusterenv.head.failure import failure_of
 from clusterenv.head.infos import StepReader
 from clusterenv.head.machines import Machines
@@ -86,17 +86,9 @@ class Workers:
         autoreset_mode: AutoresetMode,
         shares_memory: bool,
     ) -> None:
-        """Take charge of workers that were started.
+        """Take charge of workers that were started, with assignments by the index of their first environments.
 
-        Args:
-            calls: To them.
-            fleet: What their launcher returned.
-            workers: Their records.
-            supervisor: Decides what is to be done for them.
-            timeouts: How long to wait.
-            assignments: A worker's assignment, by the index of its first environment.
-            autoreset_mode: How environments are reset.
-            shares_memory: Whether to offer shared memory; a worker that cannot reach it uses the socket.
+        Shared memory is offered to all; a worker that cannot reach it uses the socket.
         """
         self.calls = calls
         self.workers = workers
@@ -264,10 +256,14 @@ class Workers:
             return  # It was given up for what it sent before.
         elif isinstance(event, Gone):
             self._lose(worker, event.reason)
-        elif isinstance(event, Missed):
-            self._accept_missing(event)
         else:
-            self._accept(event)
+            try:
+                if isinstance(event, Missed):
+                    self._supply(worker, event.missing)
+                else:
+                    event.owed.accept(worker, event.reply)
+            except WireError as error:
+                self._lose(worker, f"it sent a malformed answer: {error}")
 
     def settle(self) -> None:
         """Come to rest: wait for calls that were abandoned, cancel rollouts that were asked for ahead."""
@@ -367,19 +363,6 @@ class Workers:
             self._under_way.append(pending)
             self.calls.note_plain_step(pending.accept, started_at)
             mailboxes.woken.clear()
-
-    def _accept(self, event: Answered) -> None:
-        worker = event.worker
-        try:
-            event.owed.accept(worker, event.reply)
-        except WireError as error:
-            self._lose(worker, f"it sent a malformed answer: {error}")
-
-    def _accept_missing(self, event: Missed) -> None:
-        try:
-            self._supply(event.worker, event.missing)
-        except WireError as error:
-            self._lose(event.worker, f"it sent a malformed message: {error}")
 
     def _supply(self, worker: Worker, missing: Missing) -> None:
         """Send a worker weights that it could not find; `Acting` has some."""

@@ -13,7 +13,7 @@ from clusterenv.policy.distribution import Array
 from clusterenv.policy.policy import Policy, State
 from clusterenv.policy.pool import Nest, Pool, Sample
 from clusterenv.policy.probes import Form
-from clusterenv.policy.sync import AdaptiveSync
+from clusterenv.policy.sync import AdaptiveSync, Case
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ class Rehearsal:
 
     def judge(self, policy: Policy, version: int) -> None:
         """Decide whether the imagined worker pulls a new version."""
+        if not _leaves_no_trace(policy):
+            return
         self.num_versions += 1
         if self._pool is None or not self._may_spend():
             return
@@ -69,14 +71,13 @@ class Rehearsal:
         divergence = self._spend(lambda: pool.diverges_from(policy, self._nest))
         if divergence is not None:
             self.num_judged += 1
-            if self._tracker.judge(self._version, version, divergence).pulls:
+            if self._tracker.judge(Case(self._version, version, divergence)).pulls:
                 self.num_pulls += 1
                 self._version, self._pool = version, None
 
-    @property
-    def wants_states(self) -> bool:
-        """Whether `take` should be given states in which to compare the newest version with later ones."""
-        return self._pool is None and self._may_spend()
+    def wants_states_of(self, policy: Policy) -> bool:
+        """Whether `take` should be given states in which to compare this newest version with later ones."""
+        return self._pool is None and _leaves_no_trace(policy) and self._may_spend()
 
     def take(self, policy: Policy, version: int, leaves: Sequence[Array], states: State) -> None:
         """Keep how the newest version acts in some states.
@@ -116,3 +117,8 @@ class Rehearsal:
             return None
         finally:
             self._spent_s += self._clock() - started_s
+
+
+def _leaves_no_trace(policy: Policy) -> bool:
+    """Whether a policy may be evaluated for a mere figure: a learner's own module may not."""
+    return bool(getattr(policy, "is_fast", True))

@@ -59,33 +59,43 @@ class Verdict(NamedTuple):
         return _ADVICE.get(self.reason)
 
 
+@dataclass(frozen=True)
+class Case:
+    """What is known of a version that workers hold.
+
+    Attributes:
+        own: Its number; 0 if they hold none.
+        newest: The newest version.
+        divergence: How far it is from the newest over states they met, in nats; None if the policy has no
+            distribution, or they do not say how they act.
+        num_workers: How many hold it and could pull now.
+        num_all: How many workers there are.
+        pull_bytes: What one pull sends.
+        now_s: The time, by any clock that only advances.
+    """
+
+    own: int
+    newest: int
+    divergence: float | None = None
+    num_workers: int = 1
+    _: KW_ONLY
+    num_all: int = 1
+    pull_bytes: int = 0
+    now_s: float = 0.0
+
+    @property
+    def lag(self) -> int:
+        """How many versions behind it is."""
+        return self.newest - self.own
+
+
 class Tracker(Protocol):
     """A rule applied in one run."""
 
-    def judge(
-        self,
-        own: int,
-        newest: int,
-        divergence: float | None = None,
-        num_workers: int = 1,
-        *,
-        num_all: int = 1,
-        pull_bytes: int = 0,
-        now_s: float = 0.0,
-    ) -> Verdict:
-        """Decide whether the workers that hold a version pull `newest`.
+    def judge(self, case: Case) -> Verdict:
+        """Decide whether the workers that hold a version pull the newest.
 
         Each version that is held is judged once for each newer one, those that have diverged most first.
-
-        Args:
-            own: The version they hold; 0 if none.
-            newest: The newest version.
-            divergence: How far it is from the newest over states they met, in nats; None if the policy has no
-                distribution, or they do not say how they act.
-            num_workers: How many hold it and could pull now.
-            num_all: How many workers there are.
-            pull_bytes: What one pull sends.
-            now_s: The time, by any clock that only advances.
         """
 
 
@@ -199,33 +209,24 @@ class _AdaptiveTracker:
         self._crossings = 0  # Versions left above the threshold since the last that was left below it.
         self._crossed_at = 0  # The newest version at the last of them.
 
-    def judge(
-        self,
-        own: int,
-        newest: int,
-        divergence: float | None = None,
-        num_workers: int = 1,
-        *,
-        num_all: int = 1,
-        pull_bytes: int = 0,
-        now_s: float = 0.0,
-    ) -> Verdict:
-        if basic := _judge_versions(own, newest):
+    def judge(self, case: Case) -> Verdict:
+        if basic := _judge_versions(case):
             return basic
+        newest, divergence = case.newest, case.divergence
         if divergence is None:
             return Verdict(True, Reason.UNMEASURED)
-        course = self._course_of(own)
+        course = self._course_of(case.own)
         if not divergence <= self._rule.threshold:  # NaN pulls too.
             self._note_crossing(course, newest)
             return Verdict(True, Reason.DIVERGED)
         if newest > course.version:  # Measuring the same version again, on other probes, says nothing about growth.
-            course.stalls = course.stalls + 1 if self._has_stopped_growing(own, course, newest, divergence) else 0
+            course.stalls = course.stalls + 1 if self._has_stopped_growing(course, newest, divergence) else 0
             course.version, course.divergence = newest, divergence
         if course.stalls >= max(1, self._crossings):
             return self._pull_below(Reason.PLATEAU)
-        if newest - own >= self._rule.max_lag:
+        if case.lag >= self._rule.max_lag:
             return self._pull_below(Reason.LAG)
-        excess = num_workers - (num_all + 1) // 2
+        excess = case.num_workers - (case.num_all + 1) // 2
         if excess > 0 and divergence > self._rule.threshold / 2:
             return Verdict(True, Reason.STAGGERED, excess)
         return Verdict(False, Reason.BELOW)
@@ -248,13 +249,13 @@ class _AdaptiveTracker:
         self._crossings = 0
         return Verdict(True, reason)
 
-    def _has_stopped_growing(self, own: int, course: _Course, newest: int, divergence: float) -> bool:
+    def _has_stopped_growing(self, course: _Course, newest: int, divergence: float) -> bool:
         if self._rule.plateau is None or divergence < _NEGLIGIBLE * self._rule.threshold:
             return False
-        if course.version <= own:
+        if course.version <= course.own:
             return False  # The first version after a pull has nothing to compare with.
         growth = (divergence - course.divergence) / (newest - course.version)
-        average = course.divergence / (course.version - own)
+        average = course.divergence / (course.version - course.own)
         return growth < self._rule.plateau * average
 
 
@@ -299,36 +300,26 @@ class _BudgetTracker:
         self._left = 0.0  # In pulls, as all amounts here.
         self._earned_at: tuple[int, float] | None = None  # The newest version then, and the time.
 
-    def judge(
-        self,
-        own: int,
-        newest: int,
-        divergence: float | None = None,
-        num_workers: int = 1,
-        *,
-        num_all: int = 1,
-        pull_bytes: int = 0,
-        now_s: float = 0.0,
-    ) -> Verdict:
-        if basic := _judge_versions(own, newest):
+    def judge(self, case: Case) -> Verdict:
+        if basic := _judge_versions(case):
             return basic
-        if self._earned_at is None or newest > self._earned_at[0]:
-            income = self._income(newest, pull_bytes, now_s)
-            self._earned_at = newest, now_s
+        if self._earned_at is None or case.newest > self._earned_at[0]:
+            income = self._income(case)
+            self._earned_at = case.newest, case.now_s
             # Fractions are carried over; what nobody wanted is not, but for the one pull that may be due.
             self._left = income + (self._left if self._left < 1.0 else max(0.0, 1.0 - income))
         # A thousandth: ten times a tenth is not quite one.
-        count = 0 if divergence == 0.0 else int(min(num_workers, self._left + 1e-3))
+        count = 0 if case.divergence == 0.0 else int(min(case.num_workers, self._left + 1e-3))
         self._left -= count
         return Verdict(True, Reason.BUDGET, count) if count else Verdict(False, Reason.WAITING)
 
-    def _income(self, newest: int, pull_bytes: int, now_s: float) -> float:
+    def _income(self, case: Case) -> float:
         """Return what there is to spend since the last time, in pulls."""
-        version, then_s = self._earned_at or (newest - 1, now_s)
+        version, then_s = self._earned_at or (case.newest - 1, case.now_s)
         if self._rule.bytes_per_second is not None:
-            return self._rule.bytes_per_second * max(0.0, now_s - then_s) / max(1, pull_bytes)
+            return self._rule.bytes_per_second * max(0.0, case.now_s - then_s) / max(1, case.pull_bytes)
         assert self._rule.pulls_per_update is not None, "one of the two was given"
-        return self._rule.pulls_per_update * (newest - version)
+        return self._rule.pulls_per_update * (case.newest - version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,29 +373,19 @@ class _LagTracker:
         self._lag = lag
         self._reason = reason
 
-    def judge(
-        self,
-        own: int,
-        newest: int,
-        divergence: float | None = None,
-        num_workers: int = 1,
-        *,
-        num_all: int = 1,
-        pull_bytes: int = 0,
-        now_s: float = 0.0,
-    ) -> Verdict:
-        if basic := _judge_versions(own, newest):
+    def judge(self, case: Case) -> Verdict:
+        if basic := _judge_versions(case):
             return basic
-        if newest - own >= self._lag:
+        if case.lag >= self._lag:
             return Verdict(True, self._reason)
         return Verdict(False, Reason.WAITING)
 
 
-def _judge_versions(own: int, newest: int) -> Verdict | None:
+def _judge_versions(case: Case) -> Verdict | None:
     """Settle what every rule agrees on: a worker without weights pulls, one with the newest does not."""
-    if own >= newest:
+    if case.lag <= 0:
         return Verdict(False, Reason.CURRENT)
-    if own == 0:
+    if case.own == 0:
         return Verdict(True, Reason.FIRST)
     return None
 

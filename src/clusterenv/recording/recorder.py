@@ -146,8 +146,10 @@ class Recorder:
             self.add(rollout)
             return rollout.episodes
         number, self._num_added = self._num_added, self._num_added + 1  # Also if it fails: others may have recorded it.
-        episodes, pieces = self._envs._record(agent, num_steps, values, number)
+        episodes, pieces, failure = self._envs._record(agent, num_steps, values, number)
         self.pieces += [piece for piece in pieces if piece not in self.pieces]
+        if failure is not None:
+            raise failure
         return episodes
 
     def close(self) -> Recording | None:

@@ -199,7 +199,10 @@ class Cancel(_Message, tag=15, frozen=True):
 
 
 class Load(_Message, tag=16, frozen=True):
-    """Head to worker: the weights that follow as a frame are for the next rollout. There is no reply."""
+    """Head to worker: the weights that follow as a frame are for the next rollout. There is no reply.
+
+    Without any, and without a copy to find, it answers `Missing`: there are none, go on with those you have.
+    """
 
     version: int
     copy: Copy | None = None  # as with Adopt

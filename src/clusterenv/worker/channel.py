@@ -196,7 +196,7 @@ class Channel:
         ):
             if frames:
                 self.weights = frames[0] if len(frames) == 1 else memoryview(b"".join(frames))
-            elif self._mailbox is None and request.copy is None:
+            elif self._mailbox is None and request.copy is None and not isinstance(request, messages.Load):
                 raise WireError(f"Expected weights with {type(request).__name__}, got none.")
         elif isinstance(request, messages.Step) and request.actions is None and self._mailbox is None:
             fill(self._actions, frames)

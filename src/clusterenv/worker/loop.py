@@ -213,12 +213,13 @@ class _Worker:
         """Take weights for the next rollout, or for the call that waits for them; or look where they are kept."""
         assert self._handler is not None, "the head assigns before it asks"
         weights, held = self._channel.weights, self._held
-        if weights is None:
-            assert request.copy is not None, "else there would be weights"
+        if weights is None and request.copy is not None:
             self._wanted.set(request.version, request.copy, time.monotonic())
             self._find_wanted()
             return
         self._wanted.clear()
+        if weights is None:
+            return  # The head does not have them any more: what waits goes on with those that are here.
         if held is not None and held.version == request.version:
             self._held = None
             self._channel.go_on_with(held.call)
@@ -238,7 +239,7 @@ class _Worker:
             found = self._find_wanted(request)
             if found is not None and request.version is not None:
                 weights = found
-            elif self._wanted.version is not None and not (isinstance(request, messages.Collect) and request.is_own):
+            elif self._wanted.version is not None and not _goes_on(request):
                 self._held = request
                 return
         self._answer(request, weights)
@@ -246,23 +247,23 @@ class _Worker:
     def _find_wanted(self, request: ActingRequest | None = None) -> memoryview | None:
         """Look for the weights that are wanted; load them, unless they are for a request that says so itself.
 
-        If they are not to be had here the head is told. It sends them if a call waits for them; else it may do so
-        later, and this worker goes on with those that it has.
+        If they are not to be had here the head is told, and sends them. A call waits for that; a rollout of a stream
+        goes on with those that there are.
         """
         wanted, handler = self._wanted, self._handler
         assert handler is not None, "the head assigns before it asks"
         assert wanted.version is not None, "something is wanted"
-        must_have = request is not None and request.version is not None
+        is_for_request = request is not None and request.version is not None
         was_told = wanted.must_ask
         found = wanted.look(time.monotonic())
         if found is not None:
             version = wanted.version
             wanted.clear()
-            if not must_have:
+            if not is_for_request:
                 handler.load_for_next(version, found)
         elif wanted.must_ask and not was_told:
             self._channel.send(messages.Missing(wanted.version, handler.policy_version))
-            if not must_have:
+            if request is None or _goes_on(request):
                 wanted.clear()
         return found
 
@@ -313,6 +314,11 @@ class _Worker:
     def _tick(self) -> None:
         self._progress.count += 1
         self._channel.tick()
+
+
+def _goes_on(request: ActingRequest) -> bool:
+    """Whether a request does not wait for weights that are on their way: a rollout of a stream."""
+    return isinstance(request, messages.Collect) and request.is_own
 
 
 def _lay_buffers(assignment: Assignment, spaces: RunSpaces, memory: memoryview | None) -> Pair:

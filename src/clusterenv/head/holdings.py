@@ -1,0 +1,96 @@
+"""Holdings: the learner's policy, and which of its versions each worker holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from clusterenv.errors import WireError
+from clusterenv.head.worker import HeldPolicy, Version, Worker
+from clusterenv.policy.policy import Policy
+from clusterenv.policy.weights import WeightsSpec
+
+
+class Holdings:
+    """Knows who holds what, by what workers were given and say that they acted with.
+
+    Attributes:
+        policy: The learner's; None if it is not known what the workers hold of it.
+        spec: Of its weights.
+        newest: The number of its newest version.
+        versions: Those that workers hold, by number.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.policy: Policy | None = None
+        self.spec = WeightsSpec(())
+        self.newest = 0
+        self.versions: dict[int, Version] = {}
+        self._workers = workers
+
+    @property
+    def age(self) -> float:
+        """How many versions behind the workers are on average."""
+        total = sum(held.number * len(held.holders) for held in self.versions.values())
+        return self.newest - total / len(self._workers)
+
+    def farther_behind(self, lag: float) -> list[Worker]:
+        """Return those whose version is more than so many behind the newest."""
+        late = [held for held in self.versions.values() if self.newest - held.number > lag]
+        return [worker for held in late for worker in held.holders]
+
+    def clear(self) -> None:
+        """Note that nobody holds anything."""
+        self.versions.clear()
+        for worker in self._workers:
+            worker.policy = HeldPolicy()
+
+    def give(self, worker: Worker, number: int) -> None:
+        """Note that a worker holds a version from now on.
+
+        What it was given before stays, and what its predecessor was: that may have answered before it was lost.
+        """
+        self._release(worker)
+        held = self.versions.setdefault(number, Version(number))
+        held.holders[worker] = None
+        worker.policy.given.append(held)
+
+    def catch_up(self, worker: Worker) -> None:
+        """Note that a worker whose pull had to wait is sent the newest version, though it was to get an older one."""
+        if worker.policy.version < self.newest:
+            self.give(worker, self.newest)
+
+    def take_back(self, worker: Worker, number: int) -> None:
+        """Note that what a worker was given has not reached it, and it still holds this version.
+
+        Raises:
+            WireError: It was not given that one.
+        """
+        given = worker.policy.given
+        if not any(each.number == number for each in given):
+            raise WireError(f"It says that it holds version {number} of the policy, which it was not given.")
+        self._release(worker)
+        while given[-1].number != number:
+            given.pop()
+        given[-1] = self.versions.setdefault(number, given[-1])
+        given[-1].holders[worker] = None
+
+    def find_acted_with(self, worker: Worker, number: int) -> Version:
+        """Return the version with which a worker says that it made something.
+
+        Raises:
+            WireError: It was not given that one, or has made something with a newer one before.
+        """
+        given = worker.policy.given
+        if not any(held.number == number for held in given):
+            numbers = ", ".join(str(held.number) for held in given) or "none"
+            raise WireError(f"It says that it acted with version {number} of the policy, but can have: {numbers}.")
+        while given[0].number != number:
+            given.popleft()
+        return given[0]
+
+    def _release(self, worker: Worker) -> None:
+        if worker.policy.given:
+            old = worker.policy.given[-1]
+            old.holders.pop(worker, None)
+            if not old.holders:
+                self.versions.pop(old.number, None)

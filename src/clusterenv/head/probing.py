@@ -1,0 +1,236 @@
+"""Probing: asks workers how they act, and finds out how far their versions are from the newest."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clusterenv.errors import PolicyError, WireError
+from clusterenv.head.backend import Backend
+from clusterenv.head.holdings import Holdings
+from clusterenv.head.stats import Stats
+from clusterenv.head.worker import Version, Worker
+from clusterenv.policy.measure import NEEDS_PROBABILITIES, Measure, measure_divergence
+from clusterenv.policy.policy import Policy, State
+from clusterenv.policy.pool import Pool, Sample
+from clusterenv.policy.probes import Form, Probes, unpack
+from clusterenv.policy.rehearsal import NUM_ROWS
+from clusterenv.policy.sync import SyncRule
+from clusterenv.wire import values
+from clusterenv.wire.buffers import RolloutBuffers
+from clusterenv.wire.layout import Layout
+
+POOL_ROWS = 512  # At a threshold of 0.05 their mean is within 5 % of the truth; see docs/explanation/sync.md.
+_RENEWAL = 4  # Once a pool is full, so many rounds of rollouts renew it: states change slowly, and rows are bytes.
+_POOLS_BYTES = 64 << 20  # Of all versions together.
+_MAX_SHOWN = 64  # Observations are a policy's to try itself on: a few will do.
+
+
+class Probing:
+    """Keeps how each version acted in states that its holders met.
+
+    With what they make, workers say at a few rows how their actions were distributed. The newest policy is evaluated
+    once on all these rows of a version, whoever sent them.
+    """
+
+    def __init__(
+        self, rule: SyncRule, backend: Backend, holdings: Holdings, observations: Layout, stats: Stats
+    ) -> None:
+        self._rule = rule
+        # Not every rule of a user's own has these.
+        self._measure: Measure = getattr(rule, "measure", "kl")
+        self._max_shared_bytes: float = getattr(rule, "max_shared_bytes", math.inf)
+        self._backend = backend
+        self._holdings = holdings
+        self._observations = observations
+        self._stats = stats
+        self._form: Form | None = None
+        self._is_studied = False  # Whether it is known what the form is.
+        self._pooled: weakref.WeakSet[Version] = weakref.WeakSet()  # Those with rows.
+        self._probed = 0  # The newest version when steps were last asked how actions are distributed.
+        self._asked: dict[Worker, int] = {}  # Who has yet to say how it acted in the step under way, at how many rows.
+
+    @property
+    def shown(self) -> list[NDArray[Any]]:
+        """Some of the newest observations, one array per leaf."""
+        return [array[:_MAX_SHOWN] for array in self._backend.newest.observations if array is not None]
+
+    def find_form(self, policy: Policy) -> Form | None:
+        """Find out what a policy's distributions look like; None if it has none.
+
+        Raises:
+            PolicyError: They cannot be compared as the rule wants it.
+        """
+        shown = self.shown
+        form = Form.of(policy, self._observations.nest(shown), policy.initial_state(len(shown[0])))
+        if self._measure in NEEDS_PROBABILITIES:
+            if form is None:
+                raise PolicyError(
+                    f'measure="{self._measure}" is computed from the probabilities of actions, and this policy says '
+                    "neither its distribution nor any log-probabilities that other versions could be asked for. Give "
+                    "it a distribution() (TorchPolicy takes distribution=...), or choose EveryUpdate()."
+                )
+            measure_divergence(form.model, form.model, self._measure)  # Raises if this family has none.
+        return form
+
+    def begin(self, form: Form | None) -> None:
+        """Forget what a policy of another structure did, which cannot be compared with one of this form."""
+        for held in self._pooled:
+            held.pool = None
+        self._pooled.clear()
+        self._form, self._is_studied = form, self._rule.compares
+
+    @property
+    def can_compare(self) -> bool:
+        """Whether versions are compared: the rule wants it, and the policy has distributions."""
+        return self._rule.compares and self._study() is not None
+
+    def is_exempt(self, worker: Worker) -> bool:
+        """Whether a worker pulls every version because that takes less time than to judge whether it should."""
+        return worker.mailbox is not None and self._holdings.spec.size_bytes > self._max_shared_bytes
+
+    def divergence_of(self, held: Version) -> float:
+        """Return how far a version is from the newest; NaN if that is not known.
+
+        It is compared once with each newer one, and again if there are twice as many rows to compare it on. If weights
+        are rounded on their way, the newest itself is not quite what the learner has.
+        """
+        newest, policy = self._holdings.newest, self._holdings.policy
+        if held.number == newest and self._holdings.spec.is_exact:
+            return 0.0
+        if held.pool is None or not held.pool or policy is None:
+            return held.divergence if held.compared == newest else float("nan")
+        if held.compared < newest or len(held.pool) >= 2 * held.num_compared:
+            held.divergence = held.pool.diverges_from(policy, self._observations.nest, self._measure)
+            held.compared, held.num_compared = newest, len(held.pool)
+            self._stats.checks += 1
+        return held.divergence
+
+    def num_probes(self, held: Version) -> int:
+        """Return at how many rows each holder of a version should say how it acts: its share of a pool."""
+        if not self._rule.compares or (self._is_studied and self._form is None):
+            return 0
+        most = self._most_rows(held)
+        wanted = most if held.num_rows < most else most / _RENEWAL
+        return math.ceil(wanted / max(1, len(held.holders)))
+
+    def share(self) -> dict[Worker, int]:
+        """Return at how many rows each worker should say how it acts; those who need not are left out."""
+        return self._share_among(self._holdings.versions.values())
+
+    def share_for_step(self) -> dict[Worker, int]:
+        """Return the same for a single step: enough is known of a version until there is a newer one."""
+        self._rehearse()
+        is_first, self._probed = self._probed < self._holdings.newest, self._holdings.newest
+        versions = self._holdings.versions.values()
+        self._asked = self._share_among(
+            [held for held in versions if is_first or held.num_rows < self._most_rows(held)]
+        )
+        return dict(self._asked)
+
+    def take_rollout(self, held: Version, data: bytes | None, columns: RolloutBuffers, at_most: int) -> None:
+        """Take in how a worker says that its actions in a rollout were distributed, at most at so many rows.
+
+        Raises:
+            WireError: It is malformed.
+        """
+        self._rehearse(columns)
+        if data is None:
+            held.is_silent = held.is_silent or at_most > 0
+            return
+        num_steps, num_envs = columns.rewards.shape
+        read = self._read(data, num_steps * num_envs, at_most, {})
+        if read is not None:
+            self._add(held, *_states_at(columns, *np.divmod(read.rows.astype(np.int64), num_envs)), read)
+
+    def take_step(self, worker: Worker, data: bytes) -> None:
+        """Take in how a worker says that its actions in the last step were distributed.
+
+        Raises:
+            WireError: It is malformed, or was not asked for.
+        """
+        given, policy = worker.policy.given, self._holdings.policy
+        at_most = self._asked.pop(worker, 0)
+        state = None if policy is None else policy.initial_state(1)
+        if given:
+            read = self._read(data, worker.num_envs, at_most, state or {})
+            if read is not None:
+                before = worker.buffers[1 - worker.shown]
+                leaves = [array[read.rows] for array in before.observations if array is not None]
+                self._add(given[-1], leaves, read.states, read)
+
+    def end_step(self) -> None:
+        """Note that nobody will say any more how it acted in the last step."""
+        for worker in self._asked:
+            if worker.policy.given:
+                worker.policy.given[-1].is_silent = True
+        self._asked.clear()
+
+    def _share_among(self, versions: Iterable[Version]) -> dict[Worker, int]:
+        shares = [(held, share) for held in versions if (share := self.num_probes(held))]
+        return {worker: share for held, share in shares for worker in held.holders if not self.is_exempt(worker)}
+
+    def _rehearse(self, columns: RolloutBuffers | None = None) -> None:
+        """Keep some states, of a rollout or those of the next step, for what another rule would have done."""
+        rehearsal, policy, newest = self._stats.rehearsal, self._holdings.policy, self._holdings.newest
+        if rehearsal is None or policy is None or not rehearsal.wants_states_of(policy):
+            return
+        if columns is not None:
+            steps, rows = np.nonzero(columns.valid)
+            if len(steps):
+                chosen = np.linspace(0, len(steps) - 1, min(len(steps), NUM_ROWS)).astype(np.int64)
+                rehearsal.take(policy, newest, *_states_at(columns, steps[chosen], rows[chosen]))
+        elif policy.initial_state(1) is None:  # Else the states are the workers' own.
+            rehearsal.take(policy, newest, [array.copy() for array in self.shown], {})
+
+    def _study(self) -> Form | None:
+        """Find out what the policy's distributions look like, if that was not done when it was adopted."""
+        if not self._is_studied and self._holdings.policy is not None:
+            self._form = self.find_form(self._holdings.policy)
+            self._is_studied = True
+        return self._form
+
+    def _most_rows(self, held: Version) -> int:
+        """Return how many rows a version's pool may have, so that all pools together are not too large."""
+        if held.pool is None or not held.pool:
+            leaves = (array for array in self._backend.newest.observations if array is not None)
+            row_bytes = sum(array[:1].nbytes for array in leaves)
+        else:
+            row_bytes = held.pool.row_bytes
+        num_pools = len(self._pooled) + (held not in self._pooled)
+        return max(1, min(POOL_ROWS, _POOLS_BYTES // max(1, row_bytes * num_pools)))
+
+    def _read(self, data: bytes, num_rows: int, at_most: int, states: State) -> Probes | None:
+        if not at_most:
+            raise WireError("It says how its actions were distributed, which it was not asked for.")
+        form = self._study()
+        if form is None or self._holdings.policy is None:  # Or a failure has ended the stream that this was for.
+            return None
+        self._stats.bytes["checks"] += len(data)
+        return unpack(values.loads(data), form, num_rows=num_rows, at_most=at_most, states=states)
+
+    def _add(self, held: Version, leaves: list[NDArray[Any]], states: State, probes: Probes) -> None:
+        if held.pool is None:
+            assert self._form is not None, "something was read"
+            held.pool = Pool(self._form)
+            self._pooled.add(held)
+            for other in self._pooled:
+                if other.pool is not None:
+                    other.pool.trim(self._most_rows(other))
+        held.pool.add(Sample(leaves, states, probes.arrays), self._most_rows(held))
+
+
+def _states_at(
+    columns: RolloutBuffers, steps: NDArray[np.int64], rows: NDArray[np.int64]
+) -> tuple[list[NDArray[Any]], State]:
+    """Copy the observations and recurrent states at some places of a rollout."""
+    where = steps, rows
+    return (
+        [column[where] for column in columns.observations],
+        {name: column[where] for name, column in columns.states.items()},
+    )

@@ -1,0 +1,168 @@
+"""Pulls: decides by the sync rule which workers pull the newest version, and counts them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from clusterenv.head.backend import Backend
+from clusterenv.head.holdings import Holdings
+from clusterenv.head.probing import Probing
+from clusterenv.head.stats import Stats
+from clusterenv.head.worker import Version, Worker
+from clusterenv.policy.sync import Case, Reason, SyncRule, Verdict
+
+log = logging.getLogger(__name__)
+
+_LATE = Verdict(True, Reason.LAG)
+
+
+class Pulls:
+    """Applies a sync rule. Workers that hold the same version are judged together."""
+
+    def __init__(self, rule: SyncRule, backend: Backend, holdings: Holdings, probing: Probing, stats: Stats) -> None:
+        self._rule = rule
+        self._tracker = rule.start()
+        self._backend = backend
+        self._workers = backend.workers
+        self._holdings = holdings
+        self._probing = probing
+        self._stats = stats
+        self._counted = 0  # The newest version up to which pulls of all workers were counted as needed.
+        self._warned: set[Reason] = set()
+
+    @property
+    def max_lag(self) -> float:
+        """How many versions behind the rule lets a worker be."""
+        return self._rule.max_lag
+
+    def begin(self) -> None:
+        """Note that all workers that are ready were given a policy of another structure."""
+        self._tracker = self._rule.start()
+        self.count_version()
+        for worker in self._workers:
+            if worker.is_ready:
+                self.note(worker, Reason.FIRST)
+
+    def judge(self, can_take: Callable[[Worker], bool] = lambda worker: True) -> list[Worker]:
+        """Judge every version that is held and was not judged since there is a newer one; count who pulls.
+
+        One that nobody has said anything of yet was taken only just now: it is judged when somebody has, unless its
+        holders have fallen behind as far as the rule lets anybody. If the rule lets them fall behind forever, those who
+        do not say how they act are judged after all others.
+
+        Args:
+            can_take: Tells of a ready worker whether it can be sent weights.
+
+        Returns:
+            Those that take the newest version.
+        """
+        newest = self._holdings.newest
+        behind = [held for held in self._holdings.versions.values() if held.number < newest > held.judged]
+        pulls: list[Worker] = []
+        for held, takers, verdict in self._judge_in_order(behind, can_take):
+            held.judged = newest
+            if verdict.pulls:
+                takers = takers[: verdict.at_most]
+                for worker in takers:
+                    self.note(worker, verdict.reason)
+                pulls += takers
+                if takers and held.compared == newest:  # The least of them comes last.
+                    self._stats.threshold = held.divergence
+        self._stats.age = self._holdings.age
+        return pulls
+
+    def judge_again(self, worker: Worker) -> None:
+        """Judge the version that a worker holds once more: it could not be sent any when that was judged."""
+        if worker.policy.given:
+            worker.policy.given[-1].judged = 0
+
+    def can_judge(self, held: Version) -> bool:
+        """Whether a version that could not be judged, for want of rows, can be now."""
+        return held.number < self._holdings.newest > held.judged and bool(held.num_rows) and bool(held.holders)
+
+    def pull_exempt(self) -> list[Worker]:
+        """Count and return the workers that pull every version, because that takes less time than to judge them."""
+        behind = self._holdings.farther_behind(0)
+        return self._note_ready([worker for worker in behind if self._probing.is_exempt(worker)], Reason.SHARED)
+
+    def insist(self, workers: Sequence[Worker]) -> list[Worker]:
+        """Let workers pull that are too far behind for their work to be used; returns those that are ready."""
+        return self._note_ready(workers, Reason.LAG)
+
+    def note(self, worker: Worker, reason: Reason, version: int | None = None) -> None:
+        """Note that a worker is given a version, the newest unless another one is named, and count it."""
+        self._holdings.give(worker, self._holdings.newest if version is None else version)
+        self._stats.pulls += 1
+        self._stats.reasons[reason] += 1
+
+    def count_version(self) -> None:
+        """Count that all workers would pull the newest version now, did they pull every one."""
+        if self._counted < self._holdings.newest:
+            self._counted = self._holdings.newest
+            self._count_needed(len(self._workers))
+
+    def count_newcomer(self, worker: Worker) -> None:
+        """Count that a worker that takes over would have to pull in any case."""
+        worker.policy.counted = self._holdings.newest
+        self._count_needed(1)
+
+    def count_rollout(self, worker: Worker, at_most: int) -> None:
+        """Count how often a worker would have pulled since its last rollout, had it pulled every version it could."""
+        since = self._holdings.newest - max(worker.policy.counted, self._counted)
+        worker.policy.counted = self._holdings.newest
+        self._count_needed(min(max(since, 0), at_most))
+
+    def _note_ready(self, workers: Sequence[Worker], reason: Reason) -> list[Worker]:
+        ready = [worker for worker in workers if worker.is_ready]
+        for worker in ready:
+            self.note(worker, reason)
+        return ready
+
+    def _count_needed(self, num_pulls: int) -> None:
+        self._stats.note_needed(num_pulls, round(num_pulls * self._pull_bytes()))
+
+    def _pull_bytes(self) -> float:
+        """Return what is sent for each worker that pulls: less than the weights if some share a copy."""
+        size_bytes = self._holdings.spec.size_bytes
+        return self._backend.count_copies(size_bytes) / len(self._workers) * size_bytes
+
+    def _judge_in_order(
+        self, behind: Sequence[Version], can_take: Callable[[Worker], bool]
+    ) -> Iterator[tuple[Version, list[Worker], Verdict]]:
+        """Ask the rule about versions, those that have diverged most first; leave out what it cannot be asked yet.
+
+        Yields:
+            A version, those of its holders that can be sent weights, and the verdict.
+        """
+        newest = self._holdings.newest
+        found: list[tuple[float | None, Version]] = []
+        late: list[Version] = []
+        silent: list[Version] = []
+        if not self._probing.can_compare:
+            found = [(None, held) for held in behind]
+        else:
+            found = [(self._probing.divergence_of(held), held) for held in behind if held.num_rows]
+            late = [held for held in behind if not held.num_rows and newest - held.number >= self.max_lag]
+            if math.isinf(self.max_lag):
+                silent = [held for held in behind if not held.num_rows and held.is_silent]
+            if found:  # The mean over the workers.
+                weights = [max(1, len(held.holders)) for _, held in found]
+                self._stats.divergence = float(np.average([divergence for divergence, _ in found], weights=weights))
+        found.sort(key=lambda each: (-(each[0] or 0.0), each[1].number))
+        found += [(None, held) for held in sorted(silent, key=lambda held: held.number)]
+        now_s, num_all, pull_bytes = time.monotonic(), len(self._workers), round(self._pull_bytes())
+        for divergence, held in found:
+            takers = [worker for worker in held.holders if worker.is_ready and can_take(worker)]
+            known = held.number, newest, divergence, len(takers)
+            verdict = self._tracker.judge(Case(*known, num_all=num_all, pull_bytes=pull_bytes, now_s=now_s))
+            if verdict.advice is not None and verdict.reason not in self._warned and held not in silent:
+                self._warned.add(verdict.reason)
+                log.warning("%s", verdict.advice)
+            yield held, takers, verdict
+        for held in late:
+            yield held, [worker for worker in held.holders if worker.is_ready and can_take(worker)], _LATE
