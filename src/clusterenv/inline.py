@@ -11,6 +11,7 @@ from typing import Any, Self
 import cloudpickle
 from numpy.typing import NDArray
 
+from clusterenv.errors import ClusterEnvError
 from clusterenv.head.acting import pickle_policy
 from clusterenv.head.dealer import Dealer
 from clusterenv.head.evaluating import Finished, read_finished
@@ -48,7 +49,7 @@ class InlineCall:
     def __init__(self, worker: Worker, work: Work) -> None:
         self.waiting = {worker: 0}
         self.replies: dict[Worker, Any] = {}
-        self.failed: list[Any] = []
+        self.failed: list[tuple[Worker, ClusterEnvError]] = []
         self._work = work
         self._error: BaseException | None = None
 
@@ -141,9 +142,6 @@ class Inline:
 
     def wait_for(self, call: InlineCall) -> None:
         call.result()
-
-    def read_step(self, _worker: Worker, outcome: Outcome) -> Outcome:
-        return outcome
 
     def advance(self, _timeout_s: float) -> bool:
         if self._call is None or not self._call.waiting:
