@@ -58,7 +58,7 @@ HEAD: dict[str, set[str]] = {
     "backend": {"outcome", "worker"},
     "calls": {"interrupts", "joining", "liveness", "mailboxes", "worker"},
     "packages": {"worker"},
-    "pending": {"calls", "outcome", "worker"},
+    "pending": {"calls", "failure", "outcome", "worker"},
     "attendance": set(),
     "supervisor": {"attendance", "worker"},
     "preparation": {"calls", "infos", "machines", "packages", "pending", "worker"},
@@ -74,7 +74,7 @@ HEAD: dict[str, set[str]] = {
     "versions": {"backend", "holdings", "probing", "pulls", "stats", "worker"},
     "rollouts": {"backend", "failure", "infos", "outcome", "stats", "versions", "worker"},
     "stream": {"acting", "failure", "infos", "remote", "rollouts", "worker"},
-    "exchange": {"backend", "failure", "outcome", "worker"},
+    "exchange": {"backend", "outcome", "worker"},
 }
 
 FRAMEWORKS = {"torch", "jax", "ray", "kubernetes", "matplotlib", "stable_baselines3", "envpool", "tensorflow"}

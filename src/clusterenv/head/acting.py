@@ -143,6 +143,13 @@ class Acting(Workers):
 
         With a number in a recording it stays with the workers, but for its last step.
         """
+
+        def take(worker: Worker, reply: Reply) -> tuple[messages.Collected, Mapping[str, Any], float]:
+            collected: messages.Collected = expect(messages.Collected, reply)
+            if worker.mailbox is None:
+                self.note_last_step(worker, buffers.columns(worker.start, worker.stop))
+            return collected, checked_dict(values.loads(collected.summary)), checked_seconds(collected.busy_s)
+
         self.settle()
         memory, buffers = (
             self._slot_for_all(num_steps) if record is None else self.make_slot(1, self.num_envs, is_shared=False)
@@ -155,6 +162,7 @@ class Acting(Workers):
                 lambda call, w, _: messages.Collect(call, num_steps, memory=offer, record=record, **told(w)),
                 arrays=lambda worker: self._weights_for(worker, instructions),
                 destination=lambda w, _: self.rollout_destination(w, buffers.columns(w.start, w.stop)),
+                take=take,
             )
         )
         self.finish(pending)
@@ -162,13 +170,9 @@ class Acting(Workers):
         busy_s: list[float] = []
         versions: list[int] = []
         probes: list[bytes | None] = []
-        for worker, reply in pending.in_order():
-            with naming(worker):
-                collected = expect(messages.Collected, reply)
-                summaries.append(checked_dict(values.loads(collected.summary)))
-                busy_s.append(checked_seconds(collected.busy_s))
-            if worker.mailbox is None:
-                self.note_last_step(worker, buffers.columns(worker.start, worker.stop))
+        for _, (collected, summary, seconds) in pending.in_order():
+            summaries.append(summary)
+            busy_s.append(seconds)
             versions.append(collected.version)
             probes.append(collected.probes)
         return Collection(buffers, summaries, busy_s, versions, probes)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from clusterenv.head.outcome import Collection, Outcome
+from clusterenv.head.outcome import Collection
 from clusterenv.head.worker import Worker
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.weights import WeightsSpec
@@ -55,4 +55,3 @@ class Backend(Protocol):
     def collect(self, num_steps: int, instructions: Instructions, record: int | None = None) -> Collection: ...
     def step_shard(self, worker: Worker, /) -> Any: ...
     def wait_for(self, call: Any, /) -> None: ...
-    def read_step(self, worker: Worker, reply: Any, /) -> Outcome: ...

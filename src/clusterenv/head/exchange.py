@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from clusterenv.errors import CallTimeout, ConfigError
 from clusterenv.head.backend import Backend
-from clusterenv.head.failure import failure_of
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.worker import Worker
 from clusterenv.wire.infos import ShardInfos, merge_infos
@@ -99,8 +98,8 @@ class Exchange:
         for _, pending in finished:
             self._remote.wait_for(pending)
             if pending.failed:
-                raise failure_of(*pending.failed[0])
-        return self._gather([(worker, self._remote.read_step(worker, p.replies[worker])) for worker, p in finished])
+                raise pending.failed.pop()[1]
+        return self._gather([(worker, pending.replies[worker]) for worker, pending in finished])
 
     def _gather(self, finished: Sequence[tuple[Worker, Outcome]]) -> tuple[Received, list[tuple[int, str]]]:
         env_ids = np.concatenate([worker.env_indices for worker, _ in finished])
