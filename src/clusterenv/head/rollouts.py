@@ -111,7 +111,7 @@ class Rollouts:
         self.layouts = layouts
         self.mode = mode
         self.run = secrets.randbits(62)
-        self.versions = Versions(rule, backend, layouts[1], self.stats)
+        self.versions = Versions(rule, backend, layouts, self.stats)
         self._backend = backend
         self._copies = copies
         self._num_envs = backend.workers[-1].stop

@@ -72,7 +72,7 @@ class Versions:
         newest: The number of the newest version.
     """
 
-    def __init__(self, rule: SyncRule, backend: PolicyBackend, observations: Layout, stats: Stats) -> None:
+    def __init__(self, rule: SyncRule, backend: PolicyBackend, layouts: tuple[Layout, Layout], stats: Stats) -> None:
         self.newest = 0
         self._rule = rule
         # Not every rule of a user's own has these.
@@ -80,10 +80,12 @@ class Versions:
         self._max_shared_bytes: float = getattr(rule, "max_shared_bytes", math.inf)
         self._backend = backend
         self._workers = backend.workers
-        self._observations = observations
+        self._actions, self._observations = layouts
         self._stats = stats
         self._tracker = rule.start()
-        self._rehearsal = stats.rehearsal = Rehearsal(observations.nest) if isinstance(rule, EveryUpdate) else None
+        self._rehearsal = stats.rehearsal = (
+            Rehearsal(self._observations.nest) if isinstance(rule, EveryUpdate) else None
+        )
         self._policy: Policy | None = None
         self._stamp: Hashable = None
         self._is_told = False
@@ -415,7 +417,7 @@ class Versions:
     def _show(self, policy: Policy) -> None:
         """Show a policy that wants to see them the newest observations, before its weights are read."""
         if (look_at := getattr(policy, "look_at", None)) is not None:
-            look_at(self._observations.nest(self._shown()))
+            look_at(self._observations.nest(self._shown()), self._actions.space)
         self._stats.fast_path = int(getattr(policy, "is_fast", False))
 
     def _shown(self) -> list[NDArray[Any]]:
