@@ -24,6 +24,7 @@ from clusterenv import AdaptiveSync, ClusterEnv, Rollout
 from clusterenv.adapters.jax import JaxPolicy
 from clusterenv.errors import ConfigError, PolicyError
 from tests.any_space import AnySpace
+from tests.test_masks import Masked
 
 VECTOR = spaces.Box(-1.0, 1.0, (6,), np.float32)
 IMAGE = spaces.Box(0, 255, (8, 8, 3), np.uint8)
@@ -404,6 +405,82 @@ def test_a_file_of_a_network_with_other_code_is_refused(tmp_path: Path) -> None:
         ):
             with pytest.raises(ConfigError, match="another policy, or other weights or code"):
                 envs.evaluate(other, 5, resume=path)
+
+
+class MaskedLinen(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any, action_mask: Any = None) -> Any:
+        logits = linen.Dense(5)(x)
+        logits = logits if action_mask is None else jnp.where(action_mask, logits, -1e9)
+        return logits, linen.Dense(1)(x)
+
+
+class MaskedNnx(nnx.Linear):
+    def __call__(self, x: Any, action_mask: Any = None) -> Any:
+        logits = super().__call__(x)
+        return logits if action_mask is None else jnp.where(action_mask, logits, -1e9)
+
+
+class MaskedTree(eqx.Module):
+    body: eqx.nn.Linear
+
+    def __call__(self, x: Any, action_mask: Any) -> Any:
+        return jnp.where(action_mask, self.body(x), -1e9)
+
+
+def masked_action(params: Any, obs: Any, key: Any, action_mask: Any) -> Any:
+    return {"action": jax.random.categorical(key, jnp.where(action_mask, obs @ params, -1e9))}
+
+
+def masked_policies() -> list[JaxPolicy]:
+    module = MaskedLinen()
+    return [
+        JaxPolicy(module, module.init(jax.random.key(0), jnp.zeros((1, 2))), output="logits"),
+        JaxPolicy(MaskedNnx(2, 5, rngs=nnx.Rngs(0)), output="logits"),
+        JaxPolicy(MaskedTree(eqx.nn.Linear(2, 5, key=jax.random.key(0))), output="logits"),
+        JaxPolicy(masked_action, jnp.ones((2, 5))),
+    ]
+
+
+# The environment fails at a forbidden action.
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_action_masks_reach_a_network_that_has_a_parameter_for_them(num_workers: int) -> None:
+    with ClusterEnv(Masked, 3, num_workers=num_workers) as envs:
+        for policy in masked_policies():
+            envs.reset(seed=1)
+            for _ in range(2):
+                rollout = envs.rollout(policy, 9)
+                chosen = np.take_along_axis(rollout.action_mask, rollout.actions[..., None], axis=2)[..., 0]
+                assert (chosen[rollout.valid] == 1).all()
+                if "logprob" in rollout.extras:
+                    np.testing.assert_allclose(rollout.logprob[rollout.valid], 0.0, atol=1e-6)
+            envs.step(policy)
+            assert envs.evaluate(policy, 2, seed=1).lengths.tolist() == [4, 4]
+
+
+def test_without_masks_a_network_is_called_without_or_says_that_it_needs_them() -> None:
+    optional, _, needed, _ = masked_policies()
+    with ClusterEnv(make_env(spaces.Box(-1.0, 1.0, (2,), np.float32), spaces.Discrete(5)), 3, num_workers=0) as envs:
+        envs.reset(seed=1)
+        rollout = envs.rollout(optional, 3)
+        logits = np.asarray(MaskedLinen().apply(optional.params, rollout.obs)[0])
+        logprob = np.take_along_axis(log_softmax(logits), rollout.actions[..., None], axis=-1)[..., 0]
+        np.testing.assert_allclose(rollout.logprob, logprob, rtol=1e-4, atol=1e-5)
+        with pytest.raises(PolicyError, match=r"needs action_mask.*info\['action_mask'\]"):
+            envs.rollout(needed, 3)
+
+
+def test_masks_of_another_shape_are_told_of() -> None:
+    class Odd(Masked):
+        def _look(self) -> Any:
+            obs, info = super()._look()
+            return obs, {"action_mask": info["action_mask"][:4]}
+
+    with (
+        ClusterEnv(Odd, 3, num_workers=0) as envs,
+        pytest.raises(PolicyError, match=r"a value for each action, shape \(5,\), got shape \(4,\)"),
+    ):
+        envs.rollout(masked_policies()[0], 3)
 
 
 def row_by_row(params: Any, obs: Any) -> Any:

@@ -12,10 +12,12 @@ here and the conftest finds what they leave behind.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -39,7 +41,7 @@ from clusterenv.wire.zeromq import HeadSocket
 from tests.conftest import descendants, wait_until_gone
 from tests.interruption import Interruption
 from tests.policies import Linear
-from tests.worlds import assert_same, make_factories
+from tests.worlds import Talker, assert_same, make_factories
 
 NUM_WORKERS = 2
 DEADLINE_S = 60.0
@@ -288,6 +290,28 @@ class LauncherContract:
                 fleet.stop(0.0)
         fleet.stop(0.0)
         assert wait_until_gone(pids) == []
+
+    def test_what_workers_print_appears_on_request_and_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        working, temporary = tmp_path / "working", tmp_path / "temporary"
+        launcher: Any = self.make_launcher(tmp_path / "logs")
+        launcher = dataclasses.replace(launcher, log_dir=None, show_output=True)
+        for directory in (working, temporary):
+            directory.mkdir()
+        monkeypatch.chdir(working)
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        with self.open(launcher, [Talker] * NUM_WORKERS) as envs:
+            envs.reset(seed=1)
+            envs.apply(lambda env: env.say("good morning"), [0])
+            envs.apply(lambda env: env.write("no line's end"), [1])
+            os.kill(envs.worker_pids[1], signal.SIGKILL)
+            envs.step(np.zeros(NUM_WORKERS, np.int64))
+            envs.apply(lambda env: env.say("here again"), [1])
+        shown = capfd.readouterr().err
+        assert "[worker 0] good morning\n" in shown
+        assert shown.index("[worker 1] no line's end") < shown.index("[worker 1] here again\n")
+        assert not [*working.iterdir(), *temporary.iterdir()]
 
     def test_two_runs_keep_their_logs_apart(self, launcher: Launcher, door: Door, tmp_path: Path) -> None:
         fleets = []

@@ -27,6 +27,7 @@ from tests.policies import Linear
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.test_guardian import end_s
 from tests.test_readme import blocks_of
+from tests.worlds import Talker
 
 ROOT = Path(__file__).parent.parent
 TIMEOUTS = Timeouts(join_s=60, call_s=60, close_s=5)
@@ -390,6 +391,28 @@ def test_without_a_shared_directory_workers_run_and_errors_say_where_logs_would_
         launch(SlurmLauncher(log_dir=hidden, python="/opt/no/such/python"))
     assert str(hidden) in str(caught.value)
     assert "do not share that directory" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_output_that_cannot_be_shown_is_a_warning(
+    login: SlurmCluster, door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = SlurmLauncher(log_dir=login.private / "logs", show_output=True).launch(door.ticket, 1)
+    try:
+        door.await_join(fleet)
+        door.wait_until(lambda: "what workers print cannot be shown" in caplog.text, fleet)
+        assert "do not share that directory" in caplog.text
+    finally:
+        door.dismiss()
+        fleet.stop(5.0)
+
+
+def test_last_words_without_a_lines_end_do_not_hide_how_a_worker_ended(login: SlurmCluster, tmp_path: Path) -> None:
+    with (
+        launch(SlurmLauncher(log_dir=tmp_path), 1, Talker, on_loss="raise") as envs,
+        pytest.raises(WorkerLost, match=r"(?s)exit status 7.*and the end"),
+    ):
+        envs.apply(lambda env: env.die("and the end"), [0])
 
 
 INSIDE = """

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, Literal
@@ -313,6 +314,24 @@ class SlackWorld(World):
             self._has_stepped = True
             return answer
         return self.flaws[self.flaw](answer)
+
+
+class Talker(World):
+    """Prints what it is told to."""
+
+    def say(self, text: str, times: int = 1) -> None:
+        for _ in range(times):
+            print(text)  # noqa: T201 - what environments do
+
+    def warn(self, text: str) -> None:
+        warnings.warn(text, stacklevel=1)
+
+    def write(self, text: str) -> None:
+        sys.stderr.write(text)
+
+    def die(self, last_words: str) -> None:
+        os.write(1, last_words.encode())
+        os._exit(7)
 
 
 class ReusingWorld(World):

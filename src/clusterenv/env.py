@@ -565,6 +565,7 @@ class ClusterEnv(BackedVectorEnv):
             env_name=describe_factory(factory) if self.spec is None else self.spec.id,
             made_by=describe_factory(factory),
             observation_space=self.single_observation_space,
+            action_space=self.single_action_space,
             num_envs=self.num_envs,
             num_workers=self.num_workers,
             launcher=type(self._launcher).__name__ if self.num_workers else "none: in the learner's own process",

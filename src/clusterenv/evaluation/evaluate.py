@@ -59,7 +59,8 @@ class Scene:
         factory: Makes one environment.
         env_name: What to call it.
         made_by: What tells the factory from others.
-        observation_space: Of one environment.
+        observation_space: Of one environment, and so is
+        action_space: this.
         num_envs: How many environments to use, unless fewer are asked for.
         num_workers: On how many workers.
         launcher: The name of their launcher.
@@ -69,6 +70,7 @@ class Scene:
     env_name: str
     made_by: str
     observation_space: Space[Any]
+    action_space: Space[Any]
     num_envs: int
     num_workers: int
     launcher: str
@@ -106,7 +108,7 @@ def evaluate(backend: PlayingBackend, scene: Scene, policy: Policy, agent: objec
     max_steps = None if wish.max_steps is None else whole_number("max_steps", wish.max_steps, least=1)
     episodes, digests = read_episodes(wish.episodes, wish.seed, wish.options)
     num_envs = min(_count_envs(wish.num_envs, scene.num_envs), len(episodes))
-    _show(policy, scene.observation_space)
+    _show(policy, scene)
     spec = WeightsSpec.of(policy.weights())
     weights = spec.encode(policy.weights()).tobytes()
     given = {**wish.values, **({"deterministic": True} if wish.deterministic else {})}
@@ -246,12 +248,12 @@ def _count_envs(num_envs: int | None, usual: int) -> int:
     return usual if num_envs is None else whole_number("num_envs", num_envs, least=1)
 
 
-def _show(policy: Policy, space: Space[Any]) -> None:
+def _show(policy: Policy, scene: Scene) -> None:
     """Show a policy that wants to see them some observations: the same ones, whatever was seen in training."""
     policy.stamp()  # First: it finds out what there is.
     if (look_at := getattr(policy, "look_at", None)) is not None:
-        layout = Layout(space)
-        made_up = copy.deepcopy(space)  # The user's own must not be seeded.
+        layout = Layout(scene.observation_space)
+        made_up = copy.deepcopy(scene.observation_space)  # The user's own must not be seeded.
         made_up.seed(0)
         samples = [layout.flatten(made_up.sample()) for _ in range(_SHOWN_ROWS)]
         look_at(
@@ -260,7 +262,8 @@ def _show(policy: Policy, space: Space[Any]) -> None:
                     np.stack([np.asarray(part, leaf.dtype) for part in column])
                     for leaf, column in zip(layout.leaves, zip(*samples, strict=True), strict=True)
                 ]
-            )
+            ),
+            scene.action_space,
         )
 
 

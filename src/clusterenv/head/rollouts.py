@@ -72,7 +72,7 @@ class Rollouts:
         self.layouts = layouts
         self.mode = mode
         self.run = secrets.randbits(62)
-        self.versions = Versions(rule, backend, layouts[1], self.stats)
+        self.versions = Versions(rule, backend, layouts, self.stats)
         self.holdings, self.probing = self.versions.holdings, self.versions.probing
         self._backend = backend
         self._copies = copies  # Whether rollouts are the caller's own, rather than overwritten by the next.

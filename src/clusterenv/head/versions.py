@@ -33,15 +33,16 @@ class Versions:
         pulls: Who takes that.
     """
 
-    def __init__(self, rule: SyncRule, backend: Backend, observations: Layout, stats: Stats) -> None:
+    def __init__(self, rule: SyncRule, backend: Backend, layouts: tuple[Layout, Layout], stats: Stats) -> None:
         self.holdings = Holdings(backend.workers)
-        self.probing = Probing(rule, backend, self.holdings, observations, stats)
+        self.probing = Probing(rule, backend, self.holdings, layouts[1], stats)
         self.pulls = Pulls(rule, backend, self.holdings, self.probing, stats)
         self._rule = rule
         self._backend = backend
-        self._observations = observations
+        self._actions, self._observations = layouts
         self._stats = stats
-        self._rehearsal = stats.rehearsal = Rehearsal(observations.nest) if isinstance(rule, EveryUpdate) else None
+        is_every = isinstance(rule, EveryUpdate)
+        self._rehearsal = stats.rehearsal = Rehearsal(self._observations.nest) if is_every else None
         self._stamp: Hashable = None
         self._is_told = False
         self._generation = 0
@@ -164,7 +165,7 @@ class Versions:
     def _show(self, policy: Policy) -> None:
         """Show a policy that wants to see them the newest observations, before its weights are read."""
         if (look_at := getattr(policy, "look_at", None)) is not None:
-            look_at(self._observations.nest(self.probing.shown))
+            look_at(self._observations.nest(self.probing.shown), self._actions.space)
         self._stats.fast_path = int(getattr(policy, "is_fast", False))
 
     def _number_version(self) -> None:

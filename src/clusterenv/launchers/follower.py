@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from clusterenv.launchers.processes import WorkerLog, uninterrupted, wait_for
 
@@ -16,7 +18,7 @@ _END_S = 3.0
 class Follower:
     """Follows workers' logs until it is closed; ends with the head, too."""
 
-    def __init__(self, logs: Sequence[WorkerLog]) -> None:
+    def __init__(self, logs: Sequence[WorkerLog] = ()) -> None:
         """Begin, with one log per worker in the order of their indices; raises OSError if that is not possible."""
         descriptors = [log.file.fileno() for log in logs]
         with uninterrupted():
@@ -28,6 +30,14 @@ class Follower:
                 pass_fds=descriptors,
                 process_group=0,  # Ctrl-C in the terminal is for the head.
             )
+
+    def add(self, path: Path, worker_index: int | None) -> None:
+        """Follow one more log, from when it is there: that of a worker, or of all, as `srun --label` writes it."""
+        assert self._process.stdin is not None
+        name = f"{'-' if worker_index is None else worker_index} ".encode() + os.fsencode(path) + b"\n"
+        with uninterrupted(), contextlib.suppress(BrokenPipeError):  # Whoever has ended shows nothing more.
+            self._process.stdin.write(name)
+            self._process.stdin.flush()
 
     def close(self) -> None:
         """Let it show what is left, and end it."""

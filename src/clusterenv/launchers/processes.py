@@ -131,6 +131,7 @@ class WorkerLog:
 
     Attributes:
         file: Where to write; give it to the process as its standard output and error.
+        path: Where that is; None if it has no name.
     """
 
     def __init__(self, directory: Path | None, name: str) -> None:
@@ -140,6 +141,7 @@ class WorkerLog:
             LaunchError: That cannot be written to.
         """
         self.file: BinaryIO
+        self.path: Path | None = None
         self._start = 0
         with _explained(directory):
             if directory is None:
@@ -147,6 +149,7 @@ class WorkerLog:
             else:
                 directory.mkdir(parents=True, exist_ok=True)
                 self.file = _take_free_name(directory, name, ".log", lambda path: path.open("x+b"))
+                self.path = Path(self.file.name)
 
     @property
     def size_bytes(self) -> int:
@@ -163,7 +166,10 @@ class WorkerLog:
         )
 
     def start_over(self) -> None:
-        """Note that what follows is of another process."""
+        """Note that what follows is of another process, and begins a line."""
+        if self.read(max(0, self.size_bytes - 1)) not in (b"", b"\n"):
+            with contextlib.suppress(OSError):  # The disk is full.
+                os.write(self.file.fileno(), b"\n")
         self._start = self.size_bytes
 
     def tail(self) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 from clusterenv.config import thread_variables, usable_cores
 from clusterenv.errors import ConfigError, LaunchError
 from clusterenv.launchers.base import run_labels
+from clusterenv.launchers.follower import Follower
 from clusterenv.launchers.processes import WorkerLog, describe_exit, make_run_dir, uninterrupted, wait_for
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 
@@ -49,6 +50,8 @@ class RayLauncher:
             the cluster that this machine is in, or else a new one on this machine; "local" is always that.
         log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. Ray's own
             logs have it, too. By default it is kept here only for error messages.
+        show_output: Whether what workers print also appears on this process's standard error, line by line, each with
+            `[worker <index>]` before it; of very much, only a part.
     """
 
     cpus: float = 1
@@ -58,6 +61,7 @@ class RayLauncher:
     placement: str = "SPREAD"
     address: str = "auto"
     log_dir: str | Path | None = None
+    show_output: bool = False
 
     def __post_init__(self) -> None:
         amounts = {"cpus": self.cpus, "gpus": self.gpus}
@@ -103,7 +107,8 @@ class RayLauncher:
                 f"RayLauncher needs Ray, which {sys.executable} does not have: pip install 'clusterenv-rl[ray]', in "
                 "the version that the cluster has."
             )
-        return RayFleet(self._settings(ticket, num_workers), num_workers, self.log_dir)
+        settings = self._settings(ticket, num_workers)
+        return RayFleet(settings, num_workers, self.log_dir, shows_output=self.show_output)
 
     def render(self, num_workers: int) -> str:
         """Show what is asked of Ray, and what each actor runs; the ticket is in its environment."""
@@ -177,8 +182,16 @@ class RayFleet:
 
     ends_predecessors = False  # A node that is cut off cannot be asked.
 
-    def __init__(self, settings: dict[str, Any], num_workers: int, log_dir: str | Path | None) -> None:
+    def __init__(
+        self, settings: dict[str, Any], num_workers: int, log_dir: str | Path | None, *, shows_output: bool = False
+    ) -> None:
         """Start the driver.
+
+        Args:
+            settings: What it is told.
+            num_workers: How many workers it is to start.
+            log_dir: Where to keep what workers print. None: only for error messages.
+            shows_output: Whether to show it on this process's standard error.
 
         Raises:
             LaunchError: It cannot be started, or a log cannot be written.
@@ -186,6 +199,7 @@ class RayFleet:
         self._settings = settings
         self._num_workers = num_workers
         self._logs: list[WorkerLog] = []
+        self._follower: Follower | None = None
         self._driver: subprocess.Popen[bytes] | None = None
         self._lines = b""
         self._hosts: dict[int, str] = {}
@@ -199,6 +213,8 @@ class RayFleet:
             for worker_index in range(num_workers):
                 with uninterrupted():
                     self._logs.append(WorkerLog(run_dir, f"worker-{worker_index}"))
+            if shows_output:
+                self._follower = Follower(self._logs)
             with uninterrupted():
                 self._driver_log = WorkerLog(None, "driver")
                 self._start_driver(range(num_workers))
@@ -248,6 +264,8 @@ class RayFleet:
                 self._read()  # Or it waits for room to tell more.
             with uninterrupted():
                 self._end_driver()
+        if self._follower is not None:
+            self._follower.close()
         for log in [*self._logs, *([self._driver_log] if hasattr(self, "_driver_log") else [])]:
             log.close()
 

@@ -95,6 +95,8 @@ class SlurmLauncher:
         log_dir: Where to keep the log, a file per job, `job-<number>.log`. By default it is kept only for error
             messages, in a directory beside the working directory's files that is removed in the end. The nodes should
             see it: where they do not, errors come without the log.
+        show_output: Whether what workers print also appears on this process's standard error, line by line, each with
+            `[worker <index>]` before it; of very much, only a part. It is read from the log.
         submit: Whether to submit a job even where the head is in one itself.
         options: Any other option of `sbatch`, such as `{"job-name": "walkers", "nodelist": "n[1-4]"}`; True for one
             without a value.
@@ -117,6 +119,7 @@ class SlurmLauncher:
     setup: tuple[str, ...] | list[str] = ()
     python: str | None = None
     log_dir: str | Path | None = None
+    show_output: bool = False
     submit: bool = False
     options: Mapping[str, OptionValue] = field(default_factory=dict)
 
@@ -181,7 +184,7 @@ class SlurmLauncher:
             alone=_single_step,
             environment=job_environment({TICKET_VARIABLE: ticket.encode()}),
         )
-        return SlurmFleet(commands, num_workers, self._job_id, self.log_dir)
+        return SlurmFleet(commands, num_workers, self._job_id, self.log_dir, shows_output=self.show_output)
 
     def render(self, num_workers: int) -> str:
         """Show the submission and the batch script; inside a job, the step. The ticket is in its environment."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from clusterenv.errors import LaunchError
 from clusterenv.launchers.command import Command
+from clusterenv.launchers.follower import Follower
 from clusterenv.launchers.processes import describe_exit, uninterrupted
 from clusterenv.launchers.slurm_job import Holder, Job, SlurmStep, job_environment
 
@@ -21,6 +22,7 @@ _SUBMIT_S = 60.0
 _DECIDE_S = 5.0  # How long to wait for Slurm's word on a job before going by what it said last.
 _SETTLE_S = 30.0  # How long to wait for what becomes of a job that is just ending.
 _LAST_WORDS_S = 0.5  # How long to wait for Slurm to say that not only this worker ended, but its job.
+_UNSEEN_S = 10.0  # How long a file may take from one machine to another: NFS looks every 3 s, or less often.
 _POLL_S = 0.05
 _SUSPECT_S = (
     600.0  # How long to avoid a node: Slurm itself takes 300 s to find that one is dead, if not told otherwise.
@@ -59,9 +61,22 @@ class SlurmFleet:
     """Workers in a job of their own, or in a step of the job the head is in."""
 
     def __init__(
-        self, commands: SlurmCommands, num_workers: int, job_id: str | None, log_dir: str | Path | None
+        self,
+        commands: SlurmCommands,
+        num_workers: int,
+        job_id: str | None,
+        log_dir: str | Path | None,
+        *,
+        shows_output: bool = False,
     ) -> None:
-        """Start the workers in the job that the head is in, or submit one if `job_id` is None.
+        """Start the workers in the job that the head is in, or submit one.
+
+        Args:
+            commands: What to run.
+            num_workers: How many workers that is.
+            job_id: The job that the head is in; None: one is submitted.
+            log_dir: Where to keep what workers print. None: only for error messages.
+            shows_output: Whether to show it on this process's standard error.
 
         Raises:
             LaunchError: Slurm refuses, or is not there.
@@ -70,6 +85,8 @@ class SlurmFleet:
         self._num_workers = num_workers
         self._log_dir = None if log_dir is None else Path(log_dir).absolute()
         self._remove_at_end: Path | None = None
+        self._follower: Follower | None = None
+        self._has_seen_log = False  # Or has said that it has not.
         self._submission: Command | None = None
         self._all: Job | SlurmStep
         self._replacements: dict[int, SlurmStep] = {}
@@ -82,12 +99,17 @@ class SlurmFleet:
         self._ended_at: dict[int, float] = {}
         self._suspected_at: dict[str, float] = {}  # Nodes whose workers were not seen to end, and when.
         try:
+            if job_id is None or shows_output:
+                with uninterrupted():
+                    self._make_log_dir()
+            if shows_output:
+                self._follower = Follower()
             if job_id is not None:
                 with uninterrupted():
                     self._all = SlurmStep(commands.step, commands.environment, self._log_dir, job_id)
+                    self._show(self._all, None)
             else:
                 with uninterrupted():
-                    self._make_log_dir()
                     self._submit()
                 assert self._submission is not None, "it is under way"
                 self._submission.wait(_SUBMIT_S + _DECIDE_S)
@@ -111,11 +133,7 @@ class SlurmFleet:
         if tail := self._holder(worker_index).log.tail(worker_index):
             return tail
         if isinstance(self._all, Job) and not self._all.state.is_waiting and not self._all.log_path.exists():
-            return (
-                f"(There is no {self._all.log_path} here. If job {self._all.id} has run, its nodes do not share that "
-                "directory with this machine: give SlurmLauncher(log_dir=...) one that they share, or have the log "
-                'kept on the node with options={"output": ...}.)'
-            )
+            return f"({_describe_unseen_log(self._all)})"
         return ""
 
     def restart(self, worker_index: int) -> None:
@@ -145,12 +163,15 @@ class SlurmFleet:
         for step in [*self._replacements.values(), *self._endings]:
             step.stop(0.0)
         self._endings.clear()
+        if self._follower is not None:
+            self._follower.close()
         if self._remove_at_end is not None:
             shutil.rmtree(self._remove_at_end, ignore_errors=True)
 
     def _look(self) -> None:
         """Note what has become known, and take the next step of what is under way. Waits for nothing."""
         self._all.look()
+        self._warn_of_unseen_log()
         for step in self._replacements.values():
             step.look()
         self._endings = [step for step in self._endings if not step.reap()]
@@ -221,6 +242,7 @@ class SlurmFleet:
             with uninterrupted():
                 step = SlurmStep(command, self._commands.environment, self._log_dir, self._all.id)
                 self._replacements[worker_index] = step
+                self._show(step, worker_index)
                 del self._wishes[worker_index]
         except LaunchError as error:
             return str(error)
@@ -296,6 +318,21 @@ class SlurmFleet:
         goes_on = self._all.seen_at > since and self._all.state.is_alive
         return not goes_on and now - since < _LAST_WORDS_S
 
+    def _show(self, holder: Job | SlurmStep, worker_index: int | None) -> None:
+        """Have what workers print shown: of one of them, or of all that the log has labels for."""
+        if self._follower is not None and holder.log_path is not None:
+            self._follower.add(holder.log_path, worker_index)
+
+    def _warn_of_unseen_log(self) -> None:
+        """Say once that there is nothing to show, where nodes have had the time to write something."""
+        if self._follower is None or self._has_seen_log or not isinstance(self._all, Job):
+            return
+        if self._all.log_path.exists():
+            self._has_seen_log = True
+        elif self._all.state.is_alive and time.monotonic() - self._all.changed_at > _UNSEEN_S:
+            self._has_seen_log = True
+            log.warning("what workers print cannot be shown. %s", _describe_unseen_log(self._all))
+
     def _make_log_dir(self) -> None:
         try:
             if self._log_dir is None:
@@ -339,6 +376,7 @@ class SlurmFleet:
             before.close()
         self._all = Job(job_id, self._log_dir)
         self._submission = None
+        self._show(self._all, None)
 
     def _abandon_submission(self) -> None:
         """Let a submission come to its end, so that the job can be cancelled."""
@@ -351,3 +389,11 @@ class SlurmFleet:
             self._end_submission()
         except LaunchError:  # Then there is none.
             self._submission = None
+
+
+def _describe_unseen_log(job: Job) -> str:
+    return (
+        f"There is no {job.log_path} here. If job {job.id} has run, its nodes do not share that directory with this "
+        "machine: give SlurmLauncher(log_dir=...) one that they share, or have the log kept on the node with "
+        'options={"output": ...}.'
+    )

@@ -51,7 +51,7 @@ _ENDED = {
 
 _LABEL = re.compile(r"^ *(\d+): (.*)$")  # srun --label
 _START = re.compile(rf"^{SAYS} worker (\d+) starts on (\S*) in process group (\d+)$")
-_END = re.compile(rf"^{SAYS} worker (\d+) ended with status (\d+)$")
+_END = re.compile(rf"{SAYS} worker (\d+) ended with status (\d+)$")  # Behind its last words, if their line is open.
 _NEW_RUN = re.compile(rf"^{SAYS} job (\d+) starts on (.*)$")
 
 ReadFrom = Callable[[int], bytes]  # Returns what is in a log from this position on; nothing while there is none.
@@ -156,6 +156,7 @@ class Job(Holder):
     Attributes:
         state: As last seen.
         seen_at: When Slurm was asked for that.
+        changed_at: When that was first seen.
         trouble: Why Slurm did not answer when last asked; empty if it did.
         num_runs: How often it has begun, as far as seen.
         log_path: Where it writes, if its first node sees the head's files.
@@ -173,7 +174,7 @@ class Job(Holder):
         self._is_closed = False
         self._query: Command | None = None
         self._asked_at = self._due_at = 0.0
-        self._changed_at = time.monotonic()
+        self.changed_at = time.monotonic()
 
     def __str__(self) -> str:
         """Say what is known, e.g. "job 17 is pending (Resources)"."""
@@ -184,7 +185,7 @@ class Job(Holder):
         """How its processes have ended."""
         if self.is_requeued:
             return f"job {self.id} was requeued, and {self.state}"
-        if self.state.is_over or (self.state.is_ending and time.monotonic() - self._changed_at > _ENDING_S):
+        if self.state.is_over or (self.state.is_ending and time.monotonic() - self.changed_at > _ENDING_S):
             return str(self)
         return ""
 
@@ -290,7 +291,7 @@ class Job(Holder):
 
     def _ask(self, now: float) -> None:
         self._asked_at = now
-        self._due_at = now + min(_MOST_PAUSE_S, max(_LEAST_PAUSE_S, 0.1 * (now - self._changed_at)))
+        self._due_at = now + min(_MOST_PAUSE_S, max(_LEAST_PAUSE_S, 0.1 * (now - self.changed_at)))
         command = ["squeue", f"--jobs={self.id}", "--states=all", "--noheader", "--format=%T|%r|%S|%N"]
         try:
             with uninterrupted():
@@ -317,7 +318,7 @@ class Job(Holder):
         was = self.state
         if state == was:
             return
-        self._changed_at = time.monotonic()
+        self.changed_at = time.monotonic()
         if (was.is_alive or was.is_ending) and state.is_waiting:
             self.is_requeued = True
         elif state.is_alive:
@@ -332,6 +333,9 @@ class SlurmStep(Holder):
     """One `srun` inside a job, a child process of the head: what its workers print comes here, whatever files they see.
 
     It ends with its job, and is never requeued; nodes that fail srun notices itself.
+
+    Attributes:
+        log_path: Where that is kept; None if it is not.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log_dir: Path | None, job_id: str) -> None:
@@ -341,6 +345,7 @@ class SlurmStep(Holder):
             LaunchError: There is no srun, or the log cannot be written.
         """
         self._output = WorkerLog(log_dir, f"job-{job_id}-step")
+        self.log_path = self._output.path
         super().__init__(job_id, self._output.read)
         self._kill_at = float("inf")
         try:
@@ -446,7 +451,7 @@ class StepLog:
         text = line if label is None else label[2]
         if start := _START.match(text):
             self.places[int(start[1])] = NodeOfWorker(start[2], int(start[3]))
-        elif end := _END.match(text):
+        elif end := _END.search(text):
             self.ends[int(end[1])] = int(end[2])
         elif _NEW_RUN.match(text):
             self.num_runs += 1

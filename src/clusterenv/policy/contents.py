@@ -55,6 +55,7 @@ class Contents:
         self._own = own
         self._warned: set[str] = set()
         self._block: tuple[Hashable, Array] | None = None
+        self._block_is_of: Hashable = None
         self._capacity = 0
         self._num_walks = 0
         self._last_values: Hashable = None
@@ -125,6 +126,7 @@ class Contents:
     def _take(self) -> None:
         walk = Walk(self._kinds, {} if self._own is None else self._own())
         walk.visit(self.payload, None, "")
+        self._block_is_of = None
         self._signature = tuple(walk.signature), tuple(walk.arrays), tuple(path for _, path in walk.slots)
         self._arrays, self._slots = walk.arrays, walk.slots
         self._lengths = [(container, len(container)) for container in walk.containers]
@@ -168,7 +170,11 @@ class Contents:
             ) from error
 
     def _encode_values(self) -> Array:
+        read = self._read_values()
+        if self._block is not None and read is not None and read == self._block_is_of:
+            return self._block[1]  # To compare takes less time than to pickle, and this is done with every version.
         values = tuple(self._dump_slot(place, path) for place, path in self._slots)
+        self._block_is_of = read
         if self._block is not None and self._block[0] == values and len(self._block[1]) == self._capacity:
             return self._block[1]
         data = pickle.dumps(values, 5)
@@ -195,6 +201,7 @@ class Delivered:
         self._arrays: dict[str, tuple[ArrayKind, Any]] = {name: (kind(), array) for name, kind, array in arrays}
         self._block: Array | None = block
         self._values = () if block is None else _split(block)
+        self._spec = WeightsSpec.of(self.weights())
 
     def weights(self) -> dict[str, Array]:
         """Return the arrays, and the block of plain values, as they were loaded last."""
@@ -213,7 +220,7 @@ class Delivered:
         Raises:
             PolicyError: Names, shapes or dtypes do not fit.
         """
-        WeightsSpec.of(self.weights()).check(weights)
+        self._spec.check(weights)
         for name, (kind, array) in self._arrays.items():
             kind.write(array, weights[name])
         if self._block is None:

@@ -88,6 +88,10 @@ class WeightsSpec:
         )
 
     @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.arrays)
+
+    @cached_property
     def is_exact(self) -> bool:
         """Whether workers get exactly what the learner has."""
         return not any(spec.is_rounded for spec in self.arrays)
@@ -99,6 +103,8 @@ class WeightsSpec:
 
     def check(self, weights: Weights) -> None:
         """Raise PolicyError, naming every difference, unless `weights` match this spec exactly (in any order)."""
+        if len(weights) == len(self.arrays) and all(map(_fits, self.arrays, map(weights.get, self._names))):
+            return
         got = {spec.name: spec for spec in WeightsSpec.of(weights).arrays}
         expected = {spec.name: spec for spec in self.arrays}
         problems = [f"{name}: missing" for name in expected.keys() - got.keys()]
@@ -157,6 +163,10 @@ class WeightsSpec:
         for spec in self.arrays:
             offsets.append(offsets[-1] + -(-spec.size_bytes // _ALIGNMENT) * _ALIGNMENT)
         return offsets
+
+
+def _fits(spec: WeightSpec, array: Array | None) -> bool:
+    return array is not None and array.shape == spec.shape and array.dtype.str == spec.dtype
 
 
 def can_round(dtype: np.dtype[Any]) -> bool:

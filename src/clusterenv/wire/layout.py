@@ -38,12 +38,14 @@ class Layout:
     """The columns of a space, and the way between a nested value and its columns.
 
     Attributes:
+        space: Whose they are.
         leaves: One per column.
         is_single: Whether the space is one array of fixed size, the common case.
         is_fixed: Whether every leaf has a fixed size.
     """
 
     def __init__(self, space: Space[Any]) -> None:
+        self.space = space
         self.leaves: list[Leaf] = list(_leaves(space, ()))
         self.is_single = len(self.leaves) == 1 and self.leaves[0].path == () and self.leaves[0].dtype is not None
         self.is_fixed = all(leaf.dtype is not None for leaf in self.leaves)

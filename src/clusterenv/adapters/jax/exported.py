@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from clusterenv.adapters.jax.outputs import Reader
+from clusterenv.errors import PolicyError
 from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution
 from clusterenv.policy.policy import Decision, State, Tree, map_tree
 from clusterenv.policy.weights import Weights, WeightsSpec
 
+MASK = "action_mask"
 _SINGLE_THREADED = "--xla_cpu_multi_thread_eigen=false"
 
 
@@ -24,7 +26,9 @@ class ExportedPolicy:
     """Runs an exported computation on the CPU.
 
     Args:
-        computation: What `jax.export` made of `(arrays, observations, state, seed)`.
+        computations: What `jax.export` made of `(arrays, observations, state, masks, seed)`: without masks and with
+            them, as far as the network can be called so.
+        mask_shape: Of the masks of one environment.
         spec: The arrays, in the order in which the computation takes them; zeros until some are loaded.
         reader: Reads what it returns.
         initial: The initial recurrent state of one environment.
@@ -32,16 +36,25 @@ class ExportedPolicy:
     """
 
     def __init__(
-        self, computation: bytes, spec: WeightsSpec, reader: Reader, initial: State | None, has_doubles: bool
+        self,
+        computations: dict[bool, bytes],
+        mask_shape: tuple[int, ...] | None,
+        spec: WeightsSpec,
+        reader: Reader,
+        initial: State | None,
+        has_doubles: bool,
     ) -> None:
         jax = _import_jax()
         if has_doubles:
             jax.config.update("jax_enable_x64", True)
         cpu = jax.devices("cpu")[0]
         self._put: Callable[[list[Array]], Any] = lambda arrays: jax.device_put(arrays, cpu)
-        exported = jax.export.deserialize(bytearray(computation))
-        self._call = jax.jit(exported.call)
-        self._draws = len(exported.in_avals) - 1 in exported.module_kept_var_idx  # Whether the seed is used at all.
+        exported = {with_mask: jax.export.deserialize(bytearray(data)) for with_mask, data in computations.items()}
+        self._calls = {with_mask: jax.jit(each.call) for with_mask, each in exported.items()}
+        # Whether the seed is used at all.
+        self._draws = any(len(each.in_avals) - 1 in each.module_kept_var_idx for each in exported.values())
+        self._mask_shape = mask_shape
+        self.takes = frozenset({MASK}) if True in exported else frozenset[str]()
         self._reader = reader
         self._initial = initial
         self._rng = np.random.default_rng()
@@ -49,11 +62,14 @@ class ExportedPolicy:
         self.load({each.name: np.zeros(each.shape, each.dtype) for each in spec.arrays})
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
-        answer = self._run(obs, state, int(self._rng.integers(2**32)) if self._draws else 0)
-        return self._reader.decide(answer, count_rows(obs), self._rng, call)
+        masks, values = split_masks(call)
+        answer = self._run(obs, state, int(self._rng.integers(2**32)) if self._draws else 0, masks)
+        return self._reader.decide(answer, count_rows(obs), self._rng, values)
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
-        return self._reader.distribution(self._run(obs, state, 0), count_rows(obs))
+        if False not in self._calls:
+            return None
+        return self._reader.distribution(self._run(obs, state, 0, {}), count_rows(obs))
 
     def weights(self) -> dict[str, Array]:
         return dict(self._weights)
@@ -77,11 +93,42 @@ class ExportedPolicy:
     def initial_state(self, num_envs: int) -> State | None:
         return repeat_state(self._initial, num_envs)
 
-    def _run(self, obs: Tree, state: State | None, seed: int) -> Any:
+    def _run(self, obs: Tree, state: State | None, seed: int, masks: dict[str, Array]) -> Any:
         if state is None:
             state = self.initial_state(count_rows(obs)) or {}
+        call = self._calls.get(bool(masks))
+        if call is None:
+            raise needs_mask()
+        check_masks(masks, self._mask_shape)
         # Copied, because the caller's memory is written to again, and JAX may alias it.
-        return self._call(self._arrays, map_tree(np.array, obs), state, np.uint32(seed))
+        return call(self._arrays, map_tree(np.array, obs), state, masks, np.uint32(seed))
+
+
+def split_masks(call: Call) -> tuple[dict[str, Array], Call]:
+    """Return the masks of a call, as truth values, and its other values."""
+    if MASK not in call:
+        return {}, call
+    return {MASK: np.asarray(call[MASK]) != 0}, {name: value for name, value in call.items() if name != MASK}
+
+
+def needs_mask() -> PolicyError:
+    """Say that a network cannot be called without masks."""
+    return PolicyError(
+        f"The network needs {MASK}, but the environments' infos hold none: each reset() and step() should return one "
+        f"in info['{MASK}']."
+    )
+
+
+def check_masks(masks: dict[str, Array], shape: tuple[int, ...] | None) -> None:
+    """Refuse masks of another shape than the network was exported for.
+
+    Raises:
+        PolicyError: They are.
+    """
+    if masks and shape is not None and masks[MASK].shape[1:] != shape:
+        raise PolicyError(
+            f"info['{MASK}'] must have a value for each action, shape {shape}, got shape {masks[MASK].shape[1:]}."
+        )
 
 
 def count_rows(tree: Tree) -> int:

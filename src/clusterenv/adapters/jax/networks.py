@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any, Protocol, TypeAlias
 
 import jax
 
+from clusterenv.adapters.jax.exported import MASK
 from clusterenv.errors import PolicyError
+
+Masks: TypeAlias = dict[str, Any]  # By the parameter's name; empty if there are none.
 
 
 class Network(Protocol):
-    """One kind of network."""
+    """One kind of network.
+
+    Attributes:
+        mask: How it takes action masks.
+    """
+
+    mask: MaskUse
 
     def split(self, params: Any) -> tuple[Hashable, Any]:
         """Return what `params` are made of besides arrays, and the pytree that holds the arrays."""
 
-    def run(self, structure: Any, tree: Any, obs: Any, state: Any, key: Any) -> Any:
+    def run(self, structure: Any, tree: Any, obs: Any, state: Any, key: Any, masks: Masks) -> Any:
         """Compute what the network returns for a batch of observations.
 
         Args:
@@ -26,7 +36,26 @@ class Network(Protocol):
             obs: Of n environments.
             state: The recurrent state; None if there is none.
             key: For what is random in the network.
+            masks: Which actions are allowed, if the network is to know.
         """
+
+
+class MaskUse(Enum):
+    """Whether a network has a parameter named `action_mask`."""
+
+    NONE = "none"
+    OPTIONAL = "optional"
+    NEEDED = "needed"
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> MaskUse:
+        try:
+            found = inspect.signature(function).parameters.get(MASK)
+        except ValueError:  # A builtin without a signature.
+            found = None
+        if found is None:
+            return MaskUse.NONE
+        return MaskUse.NEEDED if found.default is found.empty else MaskUse.OPTIONAL
 
 
 def read_network(given: Any, params: Any) -> tuple[Network, Any]:
@@ -40,7 +69,7 @@ def read_network(given: Any, params: Any) -> tuple[Network, Any]:
     if is_nnx or any(origin.startswith("equinox.") for origin in origins):
         if params is not None:
             raise PolicyError(f"A {type(given).__name__} holds its own parameters: leave params out.")
-        return (_NnxNetwork() if is_nnx else _EquinoxNetwork()), given
+        return (_NnxNetwork(given) if is_nnx else _EquinoxNetwork(given)), given
     if not callable(given):
         raise PolicyError(
             f"JaxPolicy takes a flax or equinox module, or a function of parameters and observations; got {given!r}."
@@ -58,15 +87,16 @@ class _Function:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._takes_key = _has_parameter(function, "key")
+        self.mask = MaskUse.of(function)
 
     def split(self, params: Any) -> tuple[Hashable, Any]:
         return None, params
 
-    def run(self, structure: Any, tree: Any, obs: Any, state: Any, key: Any) -> Any:
+    def run(self, structure: Any, tree: Any, obs: Any, state: Any, key: Any, masks: Masks) -> Any:
         named = {} if state is None else {"state": state}
         if self._takes_key:
             named["key"] = key
-        return self._function(tree, obs, **named)
+        return self._function(tree, obs, **named, **masks)
 
 
 class _LinenNetwork:
@@ -74,17 +104,21 @@ class _LinenNetwork:
 
     def __init__(self, module: Any) -> None:
         self._module = module
+        self.mask = MaskUse.of(module)
 
     def split(self, params: Any) -> tuple[Hashable, Any]:
         return None, params
 
-    def run(self, structure: Any, tree: Any, obs: Any, state: Any, key: Any) -> Any:
+    def run(self, structure: Any, tree: Any, obs: Any, state: Any, key: Any, masks: Masks) -> Any:
         variables = tree if "params" in tree else {"params": tree}
-        return self._module.apply(variables, obs, *(() if state is None else (state,)), rngs={"dropout": key})
+        return self._module.apply(variables, obs, *(() if state is None else (state,)), rngs={"dropout": key}, **masks)
 
 
 class _NnxNetwork:
     """A flax.nnx module. It keeps its mode, but for batch norms, which act by their running statistics."""
+
+    def __init__(self, module: Any) -> None:
+        self.mask = MaskUse.of(module)
 
     def split(self, params: Any) -> tuple[Hashable, Any]:
         from flax import nnx
@@ -92,7 +126,7 @@ class _NnxNetwork:
         structure, tree = nnx.split(params)
         return structure, tree
 
-    def run(self, structure: Any, tree: Any, obs: Any, state: Any, key: Any) -> Any:
+    def run(self, structure: Any, tree: Any, obs: Any, state: Any, key: Any, masks: Masks) -> Any:
         from flax import nnx
 
         def vary(leaf: Any) -> Any:
@@ -103,24 +137,27 @@ class _NnxNetwork:
         for _, module in nnx.iter_graph(model):
             if isinstance(module, nnx.BatchNorm):
                 module.use_running_average = True
-        return model(obs, *(() if state is None else (state,)))
+        return model(obs, *(() if state is None else (state,)), **masks)
 
 
 class _EquinoxNetwork:
     """An equinox module: a function of one observation, as equinox's own layers are."""
 
+    def __init__(self, module: Any) -> None:
+        self.mask = MaskUse.of(module)
+
     def split(self, params: Any) -> tuple[Hashable, Any]:
         return None, params
 
-    def run(self, structure: Any, tree: Any, obs: Any, state: Any, key: Any) -> Any:
+    def run(self, structure: Any, tree: Any, obs: Any, state: Any, key: Any, masks: Masks) -> Any:
         takes_key = _has_parameter(tree, "key")
 
-        def run_one(obs: Any, state: Any, key: Any) -> Any:
-            return tree(obs, *(() if state is None else (state,)), **({"key": key} if takes_key else {}))
+        def run_one(obs: Any, state: Any, key: Any, masks: Masks) -> Any:
+            return tree(obs, *(() if state is None else (state,)), **({"key": key} if takes_key else {}), **masks)
 
         num_rows = jax.tree_util.tree_leaves(obs)[0].shape[0]
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jax.numpy.arange(num_rows))
-        return jax.vmap(run_one)(obs, state, keys)
+        return jax.vmap(run_one)(obs, state, keys, masks)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -8,9 +8,18 @@ from typing import Any
 import jax
 import jax.export
 import numpy as np
+from gymnasium import Space
+from gymnasium.spaces import Discrete, MultiBinary, MultiDiscrete
 
-from clusterenv.adapters.jax.exported import ExportedPolicy, count_rows, repeat_state
-from clusterenv.adapters.jax.networks import Network, read_network
+from clusterenv.adapters.jax.exported import (
+    MASK,
+    ExportedPolicy,
+    count_rows,
+    needs_mask,
+    repeat_state,
+    split_masks,
+)
+from clusterenv.adapters.jax.networks import Masks, MaskUse, Network, read_network
 from clusterenv.adapters.jax.outputs import OUTPUTS, Output, Reader
 from clusterenv.errors import ConfigError, PolicyError
 from clusterenv.policy.array_kinds import NumpyArrays
@@ -25,7 +34,8 @@ class JaxPolicy:
 
     Give a flax.nnx or equinox module, which holds its parameters; a flax.linen module, or a function of parameters and
     observations, with its parameters. An equinox module is called with one observation, anything else with a batch. A
-    parameter named `key` gets a random key of its own at each call.
+    parameter named `key` gets a random key of its own at each call, one named `action_mask` which actions the
+    environments allow, as truth values.
 
     What has changed reaches the workers with the next call: an nnx module that was written to, or whatever is assigned
     to `params`. Workers need JAX, but neither flax nor equinox: they get the network's computation, traced and exported
@@ -71,7 +81,8 @@ class JaxPolicy:
         self._num_changes = self._num_restarts = 0
         self._closure: Hashable = self.contents.stamp()
         self._shapes: Any = None
-        self._exported: bytes | None = None
+        self._mask_shape: tuple[int, ...] | None = None
+        self._exported: dict[bool, bytes] | None = None
         self._restart()
 
     @property
@@ -83,21 +94,31 @@ class JaxPolicy:
         """Take for changed what cannot be compared."""
         self._restart()
 
-    def look_at(self, obs: Tree) -> None:
-        """Note of which shapes observations are."""
+    @property
+    def takes(self) -> frozenset[str]:
+        """The per-call values that the network has parameters for."""
+        return frozenset() if self._network.mask is MaskUse.NONE else frozenset({MASK})
+
+    def look_at(self, obs: Tree, action_space: Space[Any]) -> None:
+        """Note of which shapes observations and masks are."""
         shapes = map_tree(lambda rows: _shape(rows.shape[1:], rows.dtype), obs)
-        if shapes != self._shapes:
-            self._shapes = shapes
+        mask_shape = _shape_of_masks(action_space)
+        if (shapes, mask_shape) != (self._shapes, self._mask_shape):
+            self._shapes, self._mask_shape = shapes, mask_shape
             self._restart()
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
         self.stamp()
-        answer = self._run(obs, state, int(self._rng.integers(2**32)))
-        return self._reader.decide(answer, count_rows(obs), self._rng, call)
+        masks, values = split_masks(call) if self.takes else ({}, call)
+        answer = self._run(obs, state, int(self._rng.integers(2**32)), masks)
+        return self._reader.decide(answer, count_rows(obs), self._rng, values)
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
+        """Return the action distributions on a batch where everything is allowed; None if there are none."""
+        if self._network.mask is MaskUse.NEEDED:
+            return None
         self.stamp()
-        return self._reader.distribution(self._run(obs, state, 0), count_rows(obs))
+        return self._reader.distribution(self._run(obs, state, 0, {}), count_rows(obs))
 
     def weights(self) -> dict[str, Array]:
         """Return the numbers of all arrays."""
@@ -135,7 +156,14 @@ class JaxPolicy:
         if self._exported is None:
             self._exported = self._export()
         spec = WeightsSpec.of(self.weights())
-        return ExportedPolicy, (self._exported, spec, self._reader, self._initial, _has_doubles())
+        return ExportedPolicy, (
+            self._exported,
+            self._mask_shape,
+            spec,
+            self._reader,
+            self._initial,
+            _has_doubles(),
+        )
 
     def _restart(self) -> None:
         """Trace anew: something has changed that the computation depends on."""
@@ -144,13 +172,15 @@ class JaxPolicy:
         self._compute = jax.jit(self._snapshot.computation(self._network, self._initial is not None))
         self._exported = None
 
-    def _run(self, obs: Tree, state: State | None, seed: int) -> Any:
+    def _run(self, obs: Tree, state: State | None, seed: int, masks: Masks) -> Any:
+        if self._network.mask is MaskUse.NEEDED and not masks:
+            raise needs_mask()
         if state is None:
             state = self.initial_state(count_rows(obs)) or {}
         arrays = self._snapshot.arrays()
-        return self._compute(arrays, map_tree(np.array, obs), state, np.uint32(seed))
+        return self._compute(arrays, map_tree(np.array, obs), state, masks, np.uint32(seed))
 
-    def _export(self) -> bytes:
+    def _export(self) -> dict[bool, bytes]:
         if self._shapes is None:
             raise PolicyError("A JaxPolicy can be sent to workers only by ClusterEnv, which shows it observations.")
         (num_rows,) = jax.export.symbolic_shape("n")
@@ -158,9 +188,15 @@ class JaxPolicy:
         obs = map_tree(lambda row: _shape((num_rows, *row.shape), row.dtype), self._shapes)
         state = {n: _shape((num_rows, *part.shape[1:]), part.dtype) for n, part in (self._initial or {}).items()}
         arrays = [_shape(array.shape, array.dtype) for array in self._snapshot.arrays()]
+        ways: dict[bool, Masks] = {} if self._network.mask is MaskUse.NEEDED else {False: {}}
+        if self._network.mask is not MaskUse.NONE and self._mask_shape is not None:
+            ways[True] = {MASK: _shape((num_rows, *self._mask_shape), np.bool_)}
         try:
-            exported = jax.export.export(self._compute, platforms=["cpu"])(arrays, obs, state, _shape((), np.uint32))
-            return bytes(exported.serialize())
+            export = jax.export.export(self._compute, platforms=["cpu"])
+            return {
+                with_mask: bytes(export(arrays, obs, state, masks, _shape((), np.uint32)).serialize())
+                for with_mask, masks in ways.items()
+            }
         except ImportError as error:
             raise PolicyError(f"{error}: pip install 'clusterenv-rl[jax]', here and where the workers run.") from error
         except Exception as error:
@@ -223,16 +259,17 @@ class _Snapshot:
             raise
 
     def computation(self, network: Network, has_state: bool) -> Callable[..., Any]:
-        """Return the function of arrays such as these, observations, the recurrent state and a seed."""
+        """Return the function of arrays such as these, observations, the recurrent state, masks and a seed."""
         leaves = [
             _Like.of(leaf) if is_array else leaf for leaf, is_array in zip(self._leaves, self._is_array, strict=True)
         ]
 
-        def compute(arrays: list[Any], obs: Any, state: Any, seed: Any) -> Any:
+        def compute(arrays: list[Any], obs: Any, state: Any, masks: Masks, seed: Any) -> Any:
             given = iter(arrays)
             filled = [leaf.decode(next(given)) if isinstance(leaf, _Like) else leaf for leaf in leaves]
             tree = jax.tree_util.tree_unflatten(self._treedef, filled)
-            return network.run(self._structure, tree, obs, state if has_state else None, jax.random.key(seed))
+            key = jax.random.key(seed)
+            return network.run(self._structure, tree, obs, state if has_state else None, key, masks)
 
         return compute
 
@@ -281,6 +318,15 @@ def _is_key(leaf: Any) -> bool:
 def _is_known(dtype: Any) -> bool:
     """Whether numpy itself has the dtype."""
     return np.dtype(dtype).kind in "biufc"
+
+
+def _shape_of_masks(space: Space[Any]) -> tuple[int, ...] | None:
+    """Return the shape of an environment's action mask: a value for each choice; None if there is no such thing."""
+    if isinstance(space, Discrete):
+        return (int(space.n),)
+    if isinstance(space, MultiDiscrete):
+        return (int(np.sum(space.nvec)),)
+    return space.shape if isinstance(space, MultiBinary) else None
 
 
 def _has_doubles() -> bool:

@@ -205,5 +205,8 @@ def _is_close(one: Array, other: Array) -> bool:
 
 
 def _resize(obs: Tree, num_rows: int) -> Tree:
-    resized: Tree = map_tree(lambda rows: np.take(rows, np.arange(num_rows) % len(rows), axis=0), obs)
+    def resize(rows: Array) -> Array:
+        return rows[:num_rows] if len(rows) >= num_rows else np.take(rows, np.arange(num_rows) % len(rows), axis=0)
+
+    resized: Tree = map_tree(resize, obs)
     return resized

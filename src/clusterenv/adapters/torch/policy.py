@@ -173,7 +173,7 @@ class TorchPolicy:
         """Take for changed what cannot be compared."""
         self.contents.announce()
 
-    def look_at(self, obs: Tree) -> None:
+    def look_at(self, obs: Tree, _action_space: object = None) -> None:
         """Find out on real observations whether numpy can do what the module does, for the weights of this moment."""
         found = self._program
         before = None if found is None else found.program

@@ -6,8 +6,10 @@ import contextlib
 import logging
 import os
 import select
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from clusterenv.errors import LaunchError
+from clusterenv.launchers.follower import Follower
 from clusterenv.launchers.kubernetes.messages import (
     AskTail,
     Plan,
@@ -50,8 +53,13 @@ class KubernetesFleet:
 
     ends_predecessors = False  # A node that is cut off cannot be asked.
 
-    def __init__(self, plan: Plan, log_dir: str | Path | None) -> None:
+    def __init__(self, plan: Plan, log_dir: str | Path | None, *, shows_output: bool = False) -> None:
         """Have the Pods created.
+
+        Args:
+            plan: What to run.
+            log_dir: Where to keep what workers print. None: only for error messages.
+            shows_output: Whether to show it on this process's standard error.
 
         Raises:
             LaunchError: The cluster refuses, in its own words, or there is none; or logs cannot be written.
@@ -66,13 +74,16 @@ class KubernetesFleet:
         self._left: str | None = None
         self._replaced_at: list[float] = []
         self._client: _Client | None = None
+        self._follower: Follower | None = None
+        self._remove_at_end: str | None = None
         self._is_stopping = False
         self._began_at = time.monotonic()
         try:
+            if shows_output and log_dir is None:
+                with uninterrupted():
+                    log_dir = self._remove_at_end = tempfile.mkdtemp(prefix="clusterenv-")
             if (run_dir := make_run_dir(log_dir)) is not None:
-                for worker_index in range(self._num_workers):
-                    WorkerLog(run_dir, f"worker-{worker_index}").close()
-                self._plan = msgspec.structs.replace(plan, log_dir=str(run_dir))
+                self._keep_logs(run_dir, shows_output)
             with uninterrupted():
                 self._client = _Client(self._plan)
             self._await(lambda: bool(self._anchor_uid or self._refusal), _START_S)
@@ -128,8 +139,28 @@ class KubernetesFleet:
 
     def stop(self, timeout_s: float) -> None:
         """Wait this long for the workers to end on their own, then have everything removed."""
-        if self._client is None:
-            return
+        if self._client is not None:
+            self._stop_client(timeout_s)
+        if self._follower is not None:
+            self._follower.close()
+        if self._remove_at_end is not None:
+            shutil.rmtree(self._remove_at_end, ignore_errors=True)
+
+    def _keep_logs(self, run_dir: Path, shows_output: bool) -> None:
+        """Have the client keep what workers print in a directory, and have that shown if it should be."""
+        logs: list[WorkerLog] = []
+        try:
+            for worker_index in range(self._num_workers):
+                logs.append(WorkerLog(run_dir, f"worker-{worker_index}"))
+            if shows_output:
+                self._follower = Follower(logs)
+        finally:
+            for each in logs:
+                each.close()
+        self._plan = msgspec.structs.replace(self._plan, log_dir=str(run_dir))
+
+    def _stop_client(self, timeout_s: float) -> None:
+        assert self._client is not None, "it runs"
         self._is_stopping = True
         self._have_removed(timeout_s)
         if self._client.has_ended and self._left is None and not self._refusal:  # It died before it was through.

@@ -64,6 +64,8 @@ class KubernetesLauncher:
         python: The command for Python in the image.
         log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. By default
             it is read from the cluster for error messages only.
+        show_output: Whether what workers print also appears on this process's standard error, line by line, each with
+            `[worker <index>]` before it; of very much, only a part.
         lease_s: How long Pods and Secret stay at most if the head's machine is lost. If only the head is killed they
             are removed at once.
     """
@@ -84,6 +86,7 @@ class KubernetesLauncher:
     context: str | None = None
     python: str = "python"
     log_dir: str | Path | None = None
+    show_output: bool = False
     lease_s: int = 600
 
     def __post_init__(self) -> None:
@@ -135,7 +138,7 @@ class KubernetesLauncher:
             secret=manifests.secret(ticket.encode()),
             pods=[manifests.pod(worker_index) for worker_index in range(num_workers)],
         )
-        return KubernetesFleet(plan, self.log_dir)
+        return KubernetesFleet(plan, self.log_dir, shows_output=self.show_output)
 
     def render(self, num_workers: int) -> str:
         """Show the objects as YAML, with "run" for what is drawn at random, and without the ticket."""

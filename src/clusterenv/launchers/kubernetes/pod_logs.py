@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,9 @@ def fetch_tail(api: Api, pod: dict[str, Any] | None) -> tuple[str, str]:
 
 
 def copy_log(api: Api, name: str, file: Path) -> None:
-    """Append what a Pod prints to a file, until it ends."""
+    """Append what a Pod prints to a file, until it ends, from the beginning of a line."""
     num_written = 0
+    _end_line(file)
     path = f"{api.path('pods', name)}/log"
     while True:
         try:
@@ -63,3 +66,10 @@ def copy_log(api: Api, name: str, file: Path) -> None:
         except OSError:  # The disk is full.
             return
         time.sleep(_RETRY_S)
+
+
+def _end_line(file: Path) -> None:
+    """See to it that what comes next in a file is not taken for the end of its last line."""
+    with contextlib.suppress(OSError), file.open("r+b", buffering=0) as log:
+        if log.seek(0, os.SEEK_END) and log.seek(-1, os.SEEK_END) >= 0 and log.read(1) != b"\n":
+            log.write(b"\n")
