@@ -24,6 +24,7 @@ from tests.conftest import wait_until_gone
 from tests.launcher_contract import Door, LauncherContract, fleet_is_alive, tells_secret
 from tests.located import Farewell, make_located
 from tests.policies import Linear
+from tests.remains import command_of, descendants
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.test_guardian import end_s
 from tests.test_readme import blocks_of
@@ -112,6 +113,15 @@ class TestSlurmLauncherInsideAnAllocation(LauncherContract):
 
     def make_launcher(self, log_dir: Path) -> Launcher:
         return SlurmLauncher(nodes=2, log_dir=log_dir)
+
+    def test_workers_whose_srun_has_to_be_killed_are_ended_too(self, launcher: Launcher, door: Door) -> None:
+        fleet = launcher.launch(door.ticket, 2)
+        pids = [door.await_join(fleet).pid for _ in range(2)]
+        for pid in descendants():
+            if command_of(pid).startswith("srun "):
+                os.kill(pid, signal.SIGSTOP)  # It hears of nothing that it should pass on.
+        fleet.stop(0.0)
+        assert wait_until_gone(pids, 0.0) == []
 
 
 def test_the_issues_example_runs_on_all_nodes(login: SlurmCluster) -> None:
@@ -549,8 +559,10 @@ def larger(tmp_path: Path, login: SlurmCluster) -> Iterator[SlurmCluster]:
 
 
 @pytest.mark.slow
-def test_two_nodes_that_die_at_once_are_survived_on_the_third(larger: SlurmCluster, tmp_path: Path) -> None:
-    dead = (1, 2)  # Not the first, where the job's script runs: Slurm may then requeue the job, or not.
+@pytest.mark.parametrize("dead", [(1, 2), (0, 1)], ids=["others", "with the one that the job's script runs on"])
+def test_two_nodes_that_die_at_once_are_survived_on_the_third(
+    larger: SlurmCluster, tmp_path: Path, dead: tuple[int, int]
+) -> None:
     launcher = SlurmLauncher(nodes=3, log_dir=tmp_path / "logs")
     with launch(launcher, 3, make_located, timeouts=IMPATIENT) as envs:
         assert envs.get_attr("host") == ("n1", "n1", "n2", "n2", "n3", "n3")
@@ -563,6 +575,22 @@ def test_two_nodes_that_die_at_once_are_survived_on_the_third(larger: SlurmClust
         assert host not in [larger.nodes[index].name for index in dead]
         assert sorted(loss.worker_index for loss in envs.losses) == list(dead)
         envs.rollout(Linear(seed=1), 4)
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_on_the_last_node_that_lives_is_replaced_there(
+    larger: SlurmCluster, tmp_path: Path
+) -> None:
+    launcher = SlurmLauncher(nodes=3, log_dir=tmp_path / "logs")
+    with launch(launcher, 3, make_located, timeouts=IMPATIENT) as envs:
+        envs.reset(seed=1)
+        for node in larger.nodes[:2]:
+            larger.kill_node(node)
+        envs.step(np.zeros(6, np.int64))
+        os.kill(envs.worker_pids[2], signal.SIGSTOP)
+        envs.step(np.zeros(6, np.int64))
+        assert set(envs.get_attr("host")) == {"n3"}
+        assert [loss.reason.count("Task launch") for loss in envs.losses if loss.worker_index == 2] == [0]
 
 
 @pytest.mark.slow
