@@ -7,6 +7,7 @@ C code, where no handler runs, is ended by pytest's faulthandler a while later, 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import random
 import signal
@@ -94,11 +95,15 @@ def transport_of(item: pytest.Item) -> str:
 def libraries_are_warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Let libraries make now what they make once and keep for the life of the process: it is not ours.
 
-    Torch makes a cache in the temporary directory of the moment, pyzmq a thread for all zero-copy sends.
+    Torch makes a cache in the temporary directory of the moment, when `torch.optim` loads `torch._dynamo`; pyzmq makes
+    a thread for all zero-copy sends.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "torch"))
     warm_up()
     if (torch := sys.modules.get("torch")) is not None:
+        importlib.import_module(
+            "torch._dynamo"
+        )  # Here and not where agents are: workers import those, and it takes a second.
         torch.set_num_threads(1)  # Networks this small only suffer from more, beside workers and other tests.
     # All test modules are imported by now: what they have made stays, and need not be looked at after every test.
     gc.collect()
