@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -44,6 +45,8 @@ from tests.uneven import (
 )
 
 SEEDS = list(range(100, 160))
+# Workers get the agents of this file as they are: to import it for them would take torch, pytest and Hypothesis.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @functools.cache

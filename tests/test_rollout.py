@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clusterenv import ClusterEnv, Rollout
-from clusterenv.adapters.envpool import EnvPool
 from clusterenv.errors import ConfigError, PolicyError, WorkerFailed
 from clusterenv.rollout import map_tree
 from tests.conftest import Backend
@@ -215,6 +214,8 @@ def test_step_and_rollout_may_take_turns(backend: Backend) -> None:
 
 
 def test_native_vector_environments_are_collected_too(backend: Backend) -> None:
+    from clusterenv.adapters.envpool import EnvPool  # It takes a second, which other tests need not wait for.
+
     with ClusterEnv(EnvPool("CartPole-v1"), 6, **backend) as envs:
         envs.reset(seed=1)
         rollout = envs.rollout(Hashing(envs.single_action_space), 60)

@@ -9,7 +9,6 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
-import torch._dynamo  # torch.optim loads it, and it makes a directory: now, not while a test watches.
 from numpy.typing import NDArray
 from torch import nn
 
