@@ -263,6 +263,34 @@ def test_what_only_a_worker_has_changed_stays_its_own(envs: Any) -> None:
     assert (np.diff(np.concatenate([first.calls, second.calls]), axis=0) == 1).all()
 
 
+def test_every_agent_of_a_class_sees_what_the_class_refers_to(envs: Any) -> None:
+    settings = SimpleNamespace(sign=1.0)
+
+    class Function:
+        def __call__(self, obs: Any) -> Any:
+            return np.full(len(obs), int(settings.sign < 0))
+
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = nn.Linear(4, 1)
+
+        def get_action_and_value(self, x: Any, action: Any = None) -> Any:
+            logits = torch.tensor([[100.0, -100.0]]) * settings.sign + 0.0 * x[:, :2]
+            distribution: Any = torch.distributions.Categorical(logits=logits)
+            action = distribution.sample() if action is None else action
+            return action, distribution.log_prob(action), distribution.entropy(), self.critic(x)
+
+    for cls in (Function, Agent):
+        methods = {name: value for name, value in vars(cls).items() if callable(value)}
+        for _ in range(2):
+            agent = cls()
+            for settings.sign in (1.0, -1.0):
+                assert (envs.rollout(agent, 2).actions == (settings.sign < 0)).all(), cls.__name__
+            envs.evaluate(agent, 2, seed=0, max_steps=2)
+        assert all(vars(cls)[name] is value for name, value in methods.items()), "the user's own class is not touched"
+
+
 def test_a_rule_that_never_pulls_keeps_the_first_values_everywhere() -> None:
     for num_workers in (0, 1):
         agent, change = cell_of_a_closure()

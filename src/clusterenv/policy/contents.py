@@ -23,7 +23,7 @@ import numpy as np
 from clusterenv.errors import PolicyError
 from clusterenv.policy.array_kinds import NUMPY, ArrayKind
 from clusterenv.policy.distribution import Array
-from clusterenv.policy.stripping import SCALARS, Stripper, dump
+from clusterenv.policy.stripping import SCALARS, Restorer, Stripper, dump
 from clusterenv.policy.walk import Place, Walk
 from clusterenv.policy.weights import Weights, WeightsSpec
 
@@ -191,7 +191,8 @@ class Delivered:
     """
 
     def __init__(self, packed: bytes) -> None:
-        self.payload, self._slots, arrays, block = pickle.loads(packed)  # noqa: S301 - only workers do, and only what their head sent
+        self._classes: dict[str, type] = {}
+        self.payload, self._slots, arrays, block = Restorer(packed, self._classes).load()
         self._arrays: dict[str, tuple[ArrayKind, Any]] = {name: (kind(), array) for name, kind, array in arrays}
         self._block: Array | None = block
         self._values = () if block is None else _split(block)
@@ -224,7 +225,7 @@ class Delivered:
         before, self._values = self._values, values
         changed = [index for index, value in enumerate(self._values) if value != before[index]]
         for index in changed:
-            self._slots[index].write(pickle.loads(self._values[index]))  # noqa: S301 - as above
+            self._slots[index].write(Restorer(self._values[index], self._classes).load())
         return bool(changed)
 
 

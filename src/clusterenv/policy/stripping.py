@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -37,6 +38,41 @@ class Stripper(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             if (reduced := kind.reduce_object(obj)) is not None:
                 return reduced
         return super().reducer_override(obj)
+
+
+class Restorer(pickle.Unpickler):
+    """Reads what was pickled by value into classes of its own.
+
+    A process has only one class of cloudpickle's for each that was pickled, and on the head that is the user's own.
+    Whenever it is read, its methods are overwritten by copies, which refer to copies of everything else.
+
+    Args:
+        data: The pickle.
+        classes: Those that belong to the same copy of an agent; new ones are added.
+    """
+
+    def __init__(self, data: bytes, classes: dict[str, type]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._classes = classes
+        self._known = set(classes.values())
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if module == "cloudpickle.cloudpickle":
+            if name in ("_make_skeleton_class", "_make_skeleton_enum"):
+                return functools.partial(self._make_class, found)
+            if name == "_class_setstate":
+                return functools.partial(self._fill_class, found)
+        return found
+
+    def _make_class(self, make: Callable[..., type], *arguments: Any) -> type:
+        *others, identifier, extra = arguments
+        if identifier not in self._classes:
+            self._classes[identifier] = make(*others, None, extra)
+        return self._classes[identifier]
+
+    def _fill_class(self, fill: Callable[[type, Any], type], cls: type, state: Any) -> type:
+        return cls if cls in self._known else fill(cls, state)
 
 
 def dump(value: Any, kinds: Sequence[ArrayKind]) -> bytes:
