@@ -130,6 +130,18 @@ def namespace() -> tuple[Any, Change]:
     return lambda obs: np.full(len(obs), settings.choice), lambda choice: setattr(settings, "choice", choice)
 
 
+def attribute_of_a_function() -> tuple[Any, Change]:
+    def agent(obs: Any) -> Any:
+        return np.full(len(obs), vars(agent)["choice"])
+
+    return agent, lambda choice: setattr(agent, "choice", choice)
+
+
+def attribute_of_a_function_that_is_called() -> tuple[Any, Change]:
+    agent, change = attribute_of_a_function()
+    return lambda obs: agent(obs), change
+
+
 def attribute_of_a_local_class() -> tuple[Any, Change]:
     class Local:
         choice = 0
@@ -218,6 +230,8 @@ KEPT = [
     object_with_slots,
     opaque_object,
     namespace,
+    attribute_of_a_function,
+    attribute_of_a_function_that_is_called,
     attribute_of_a_local_class,
     replaced_function,
     attribute_that_was_not_there,

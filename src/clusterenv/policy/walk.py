@@ -219,8 +219,9 @@ class Walk:
                     self.visit(function.__globals__[name], Place(function, "global", name), _join(path, name))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.visit(default, None, path)
-        if vars(function):
-            self._visit_container(vars(function), None, path)
+        self.containers.append(vars(function))
+        for name in vars(function):
+            self.visit(vars(function)[name], Place(function, "attribute", name), _join(path, name))
 
     def _visit_class(self, cls: type, path: str) -> None:
         self.signature.append((path, cls))
