@@ -458,7 +458,69 @@ def slot_of_a_dataclass() -> tuple[Any, Rebinding]:
     return by(lambda: kept.choice), lambda: setattr(kept, "choice", 1)
 
 
+def replaced_method() -> tuple[Any, Rebinding]:
+    class Agent:
+        def __call__(self, obs: Any) -> Any:
+            return np.zeros(len(obs), np.int64)
+
+    def act(self: Agent, obs: Any) -> Any:
+        return np.ones(len(obs), np.int64)
+
+    return Agent(), lambda: setattr(Agent, "__call__", act)
+
+
+def replaced_property_of_a_base() -> tuple[Any, Rebinding]:
+    class Base:
+        @property
+        def choice(self) -> int:
+            return 0
+
+    class Agent(Base):
+        def __call__(self, obs: Any) -> Any:
+            return np.full(len(obs), self.choice)
+
+    return Agent(), lambda: setattr(Base, "choice", property(lambda self: 1))
+
+
+def another_class() -> tuple[Any, Rebinding]:
+    class Agent:
+        choice = 0
+
+        def __call__(self, obs: Any) -> Any:
+            return np.full(len(obs), self.choice)
+
+    class Other(Agent):
+        choice = 1
+
+    agent = Agent()
+    return agent, lambda: setattr(agent, "__class__", Other)
+
+
+def replaced_method_of_a_module() -> tuple[Any, Rebinding]:
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = nn.Linear(4, 1)
+
+        def logits(self, x: Any) -> Any:
+            return torch.tensor([[100.0, -100.0]]) + 0.0 * x[:, :2]
+
+        def get_action_and_value(self, x: Any, action: Any = None) -> Any:
+            distribution: Any = torch.distributions.Categorical(logits=self.logits(x))
+            action = distribution.sample() if action is None else action
+            return action, distribution.log_prob(action), distribution.entropy(), self.critic(x)
+
+    def other(self: Agent, x: Any) -> Any:
+        return torch.tensor([[-100.0, 100.0]]) + 0.0 * x[:, :2]
+
+    return Agent(), lambda: setattr(Agent, "logits", other)
+
+
 AGENTS = [
+    replaced_method,
+    replaced_property_of_a_base,
+    another_class,
+    replaced_method_of_a_module,
     rebound_network,
     rebound_settings,
     rebound_function,

@@ -128,6 +128,7 @@ class Contents:
         self._signature = tuple(walk.signature), tuple(walk.arrays), tuple(path for _, path in walk.slots)
         self._arrays, self._slots = walk.arrays, walk.slots
         self._lengths = [(container, len(container)) for container in walk.containers]
+        self._instances, self._classes = walk.instances, [type(instance) for instance in walk.instances]
         self._same = [(place.mapping(), place.key, value) for place, value in walk.same]
         self._scalars = [(place.mapping(), place.key) for place, _ in walk.scalars]
         self._deep = [place for place, _ in walk.deep]
@@ -147,6 +148,8 @@ class Contents:
         for container, length in self._lengths:
             if len(container) != length:
                 return None
+        if [type(instance) for instance in self._instances] != self._classes:
+            return None
         try:
             for mapping, key, value in self._same:
                 if mapping[key] is not value:

@@ -74,6 +74,7 @@ class Walk:
         self.deep: list[tuple[Place, str]] = []
         self.same: list[tuple[Place, Any]] = []
         self.containers: list[Any] = []
+        self.instances: list[Any] = []
         self.warnings: list[str] = []
         self.unsendable: list[str] = []
         self._kinds = (*kinds, NUMPY)
@@ -165,6 +166,7 @@ class Walk:
             self._visit_leaf(obj, place, path)
         else:
             cls = type(obj) if reduced is None else reduced[1][0]
+            self.instances.append(obj)
             self.signature.append((path, cls))
             self.visit(cls, None, path)
             hidden = frozenset[str]().union(*(kind.hidden(obj) for kind in self._kinds))
@@ -228,17 +230,17 @@ class Walk:
         for base in cls.__mro__[:-1]:
             if not _is_by_value(base):
                 continue
+            self.containers.append(vars(base))
             for name, value in list(vars(base).items()):
-                function = getattr(value, "__func__", value)  # A class method or a static method.
-                if isinstance(value, property):
-                    self.visit(value.fget, None, path)
-                elif isinstance(function, FunctionType):
-                    self.visit(getattr(function, "__wrapped__", function), None, path)
-                    self.visit(function, None, path)
-                elif isinstance(value, MemberDescriptorType | GetSetDescriptorType):
+                if isinstance(value, MemberDescriptorType | GetSetDescriptorType):
                     continue  # How slots are read: instances have the values.
+                place = Place(base, "attribute", name)
+                function = getattr(value, "__func__", value)  # A class method or a static method.
+                if isinstance(value, property) or isinstance(function, FunctionType):
+                    self.same.append((place, value))
+                    self.visit(value.fget if isinstance(value, property) else function, None, path)
                 elif not name.startswith("__") and not name.startswith("_abc"):
-                    self.visit(value, Place(base, "attribute", name), _join(path, name))
+                    self.visit(value, place, _join(path, name))
 
     def _visit_leaf(self, obj: Any, place: Place | None, path: str) -> None:
         """Note something that is sent as it is, if it is replaced by another."""

@@ -100,6 +100,7 @@ class TorchPolicy:
         self._inference = self._choose_inference()
         self._contents: Contents | None = None
         self._delivered: Delivered | None = None
+        self._read_generation = 0  # The inference was chosen for this one.
         self._program: NumpyProgram | None = None
         self._num_programs = 0
         self.wanted: tuple[str, ...] | None = None  # The extras; None: all.
@@ -172,6 +173,8 @@ class TorchPolicy:
 
     def look_at(self, obs: Tree) -> None:
         """Find out on real observations whether numpy can do what the module does, for the weights of this moment."""
+        if self.contents.generation != self._read_generation:
+            self._inference, self._read_generation = self._choose_inference(), self.contents.generation
         found = self._program
         before = None if found is None else found.program
         self._program = NumpyProgram.find(self, obs) if found is None else found.renew(self, obs)
