@@ -94,7 +94,11 @@ def _origins(agent: object) -> set[str]:
 def _array_kinds() -> list[ArrayKind]:
     """Return the kinds of arrays that an agent of this process may hold."""
     kinds: list[ArrayKind] = []
-    if "torch" in sys.modules:
+    if "tensordict.nn" in sys.modules:
+        from clusterenv.adapters.tensordict_policy import TensorDictModules
+
+        kinds.append(TensorDictModules())
+    elif "torch" in sys.modules:
         from clusterenv.adapters.torch.module import TORCH
 
         kinds.append(TORCH)

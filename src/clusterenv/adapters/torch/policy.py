@@ -20,6 +20,7 @@ from clusterenv.adapters.torch.module import (
     Prepare,
     Randomness,
     TensorTree,
+    TorchArrays,
     as_array,
     as_arrays,
     as_column,
@@ -76,6 +77,8 @@ class TorchPolicy:
         PolicyError: It is unclear how the module chooses actions.
     """
 
+    kinds: tuple[TorchArrays, ...] = (TORCH,)
+
     def __init__(
         self,
         module: nn.Module,
@@ -112,7 +115,7 @@ class TorchPolicy:
         if self._contents is None:
             # Together, so that a function that refers to the module still refers to the same one afterwards.
             others = {"functions": self._functions, "output": self._output, "prepare": self._prepare}
-            self._contents = Contents({"": self.module, **others}, [TORCH])
+            self._contents = Contents({"": self.module, **others}, self.kinds)
         return self._contents
 
     @property
@@ -144,7 +147,7 @@ class TorchPolicy:
 
     def beside(self) -> TorchPolicy:
         """Return another policy of the same module, which may be shown other observations than this one."""
-        return TorchPolicy(
+        return type(self)(
             self.module,
             output=self._output,
             prepare=self._prepare,
