@@ -305,6 +305,41 @@ def test_every_agent_of_a_class_sees_what_the_class_refers_to(envs: Any) -> None
         assert all(vars(cls)[name] is value for name, value in methods.items()), "the user's own class is not touched"
 
 
+def test_an_agent_that_remembers_has_seen_nothing_before_its_first_step(envs: Any) -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, obs: Any) -> Decision:
+            self.calls += 1
+            return Decision(np.zeros(len(obs), np.int64), {"calls": np.full(len(obs), self.calls)})
+
+    class CountingPolicy(BasePolicy):
+        def __init__(self) -> None:
+            self.counting = Counting()
+
+        def act(self, obs: Any, state: Any = None, call: Any = None) -> Decision:
+            return self.counting(obs)
+
+    class CountingModule(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.actor, self.critic = nn.Linear(4, 2), nn.Linear(4, 1)
+            self.calls = torch.zeros(1)
+
+        def get_action_and_value(self, x: Any, action: Any = None) -> Any:
+            self.calls = self.calls + 1.0
+            distribution: Any = torch.distributions.Categorical(logits=self.actor(x))
+            action = distribution.sample() if action is None else action
+            logprob = distribution.log_prob(action)
+            return action, logprob, distribution.entropy(), 0.0 * self.critic(x) + self.calls
+
+    for agent in (Counting(), CountingPolicy(), CountingModule()):
+        rollout = envs.rollout(agent, 3)
+        counts = rollout.value if isinstance(agent, nn.Module) else rollout.calls
+        assert counts.tolist() == [[1, 1], [2, 2], [3, 3]], type(agent).__name__
+
+
 def test_a_rule_that_never_pulls_keeps_the_first_values_everywhere() -> None:
     for num_workers in (0, 1):
         agent, change = cell_of_a_closure()

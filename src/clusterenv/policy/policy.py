@@ -154,6 +154,8 @@ class FunctionPolicy(BasePolicy):
         kinds: The frameworks whose arrays it may refer to.
     """
 
+    can_remember = True
+
     def __init__(self, function: Callable[..., Tree | Decision], kinds: Sequence[ArrayKind] = ()) -> None:
         self._function = function
         self._signature = Signature(function, num_positional=1, offered="rng")
@@ -239,6 +241,8 @@ class TrackedPolicy:
 
 class _DeliveredPolicy:
     """A tracked policy on its worker."""
+
+    can_remember = True
 
     def __init__(self, packed: bytes) -> None:
         self._delivered = Delivered(packed)

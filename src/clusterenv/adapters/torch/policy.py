@@ -77,6 +77,7 @@ class TorchPolicy:
         PolicyError: It is unclear how the module chooses actions.
     """
 
+    can_remember = True  # Unlike a numpy program.
     kinds: tuple[TorchArrays, ...] = (TORCH,)
 
     def __init__(
