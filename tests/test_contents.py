@@ -130,6 +130,62 @@ def namespace() -> tuple[Any, Change]:
     return lambda obs: np.full(len(obs), settings.choice), lambda choice: setattr(settings, "choice", choice)
 
 
+def attribute_of_a_function() -> tuple[Any, Change]:
+    def agent(obs: Any) -> Any:
+        return np.full(len(obs), vars(agent)["choice"])
+
+    return agent, lambda choice: setattr(agent, "choice", choice)
+
+
+def attribute_of_a_function_that_is_called() -> tuple[Any, Change]:
+    agent, change = attribute_of_a_function()
+    return lambda obs: agent(obs), change
+
+
+def cached_function() -> tuple[Any, Change]:
+    settings = {"choice": 0}
+
+    @functools.lru_cache(maxsize=1)
+    def read() -> int:
+        return settings["choice"]
+
+    def change(choice: int) -> None:
+        settings["choice"] = choice
+        read.cache_clear()
+
+    return lambda obs: np.full(len(obs), read()), change
+
+
+def cached_property() -> tuple[Any, Change]:
+    settings = {"choice": 0}
+
+    class Local:
+        @functools.cached_property
+        def choice(self) -> int:
+            return settings["choice"]
+
+        def __call__(self, obs: Any) -> Any:
+            return np.full(len(obs), self.choice)
+
+    agent = Local()
+
+    def change(choice: int) -> None:
+        settings["choice"] = choice
+        vars(agent).pop("choice", None)
+
+    return agent, change
+
+
+def cached_property_that_the_head_has_read() -> tuple[Any, Change]:
+    agent, change = cached_property()
+
+    def change_and_read(choice: int) -> None:
+        change(choice)
+        assert agent.choice == choice
+
+    return agent, change_and_read
+
+
 def attribute_of_a_local_class() -> tuple[Any, Change]:
     class Local:
         choice = 0
@@ -218,6 +274,11 @@ KEPT = [
     object_with_slots,
     opaque_object,
     namespace,
+    cached_function,
+    cached_property,
+    cached_property_that_the_head_has_read,
+    attribute_of_a_function,
+    attribute_of_a_function_that_is_called,
     attribute_of_a_local_class,
     replaced_function,
     attribute_that_was_not_there,
@@ -261,6 +322,78 @@ def test_what_only_a_worker_has_changed_stays_its_own(envs: Any) -> None:
     second = envs.rollout(agent, 3)
     assert (second.versions == first.versions + 1).all()
     assert (np.diff(np.concatenate([first.calls, second.calls]), axis=0) == 1).all()
+
+
+def test_every_agent_of_a_class_sees_what_the_class_refers_to(envs: Any) -> None:
+    settings = SimpleNamespace(sign=1.0)
+
+    class Function:
+        def __call__(self, obs: Any) -> Any:
+            return np.full(len(obs), int(settings.sign < 0))
+
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = nn.Linear(4, 1)
+
+        def get_action_and_value(self, x: Any, action: Any = None) -> Any:
+            logits = torch.tensor([[100.0, -100.0]]) * settings.sign + 0.0 * x[:, :2]
+            distribution: Any = torch.distributions.Categorical(logits=logits)
+            action = distribution.sample() if action is None else action
+            return action, distribution.log_prob(action), distribution.entropy(), self.critic(x)
+
+    for cls in (Function, Agent):
+        methods = {name: value for name, value in vars(cls).items() if callable(value)}
+        for _ in range(2):
+            agent = cls()
+            for settings.sign in (1.0, -1.0):
+                assert (envs.rollout(agent, 2).actions == (settings.sign < 0)).all(), cls.__name__
+            envs.evaluate(agent, 2, seed=0, max_steps=2)
+        assert all(vars(cls)[name] is value for name, value in methods.items()), "the user's own class is not touched"
+
+
+def test_an_agent_that_remembers_has_seen_nothing_before_its_first_step(envs: Any) -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, obs: Any) -> Decision:
+            self.calls += 1
+            return Decision(np.zeros(len(obs), np.int64), {"calls": np.full(len(obs), self.calls)})
+
+    class CountingPolicy(BasePolicy):
+        def __init__(self) -> None:
+            self.counting = Counting()
+
+        def act(self, obs: Any, state: Any = None, call: Any = None) -> Decision:
+            return self.counting(obs)
+
+    class CountingModule(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.actor, self.critic = nn.Linear(4, 2), nn.Linear(4, 1)
+            self.calls = torch.zeros(1)
+
+        def get_action_and_value(self, x: Any, action: Any = None) -> Any:
+            self.calls = self.calls + 1.0
+            distribution: Any = torch.distributions.Categorical(logits=self.actor(x))
+            action = distribution.sample() if action is None else action
+            logprob = distribution.log_prob(action)
+            return action, logprob, distribution.entropy(), 0.0 * self.critic(x) + self.calls
+
+    for agent in (Counting(), CountingPolicy(), CountingModule()):
+        rollout = envs.rollout(agent, 3)
+        counts = rollout.value if isinstance(agent, nn.Module) else rollout.calls
+        assert counts.tolist() == [[1, 1], [2, 2], [3, 3]], type(agent).__name__
+
+
+def test_a_tuple_that_can_be_called_is_an_agent(envs: Any) -> None:
+    class Agent(namedtuple("Settings", ["choice"])):
+        def __call__(self, obs: Any) -> Any:
+            return np.full(len(obs), self.choice)
+
+    for choice in (0, 1):
+        assert envs.step(Agent(choice))[4]["action"].tolist() == [choice, choice]
 
 
 def test_a_rule_that_never_pulls_keeps_the_first_values_everywhere() -> None:
@@ -416,7 +549,69 @@ def slot_of_a_dataclass() -> tuple[Any, Rebinding]:
     return by(lambda: kept.choice), lambda: setattr(kept, "choice", 1)
 
 
+def replaced_method() -> tuple[Any, Rebinding]:
+    class Agent:
+        def __call__(self, obs: Any) -> Any:
+            return np.zeros(len(obs), np.int64)
+
+    def act(self: Agent, obs: Any) -> Any:
+        return np.ones(len(obs), np.int64)
+
+    return Agent(), lambda: setattr(Agent, "__call__", act)
+
+
+def replaced_property_of_a_base() -> tuple[Any, Rebinding]:
+    class Base:
+        @property
+        def choice(self) -> int:
+            return 0
+
+    class Agent(Base):
+        def __call__(self, obs: Any) -> Any:
+            return np.full(len(obs), self.choice)
+
+    return Agent(), lambda: setattr(Base, "choice", property(lambda self: 1))
+
+
+def another_class() -> tuple[Any, Rebinding]:
+    class Agent:
+        choice = 0
+
+        def __call__(self, obs: Any) -> Any:
+            return np.full(len(obs), self.choice)
+
+    class Other(Agent):
+        choice = 1
+
+    agent = Agent()
+    return agent, lambda: setattr(agent, "__class__", Other)
+
+
+def replaced_method_of_a_module() -> tuple[Any, Rebinding]:
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = nn.Linear(4, 1)
+
+        def logits(self, x: Any) -> Any:
+            return torch.tensor([[100.0, -100.0]]) + 0.0 * x[:, :2]
+
+        def get_action_and_value(self, x: Any, action: Any = None) -> Any:
+            distribution: Any = torch.distributions.Categorical(logits=self.logits(x))
+            action = distribution.sample() if action is None else action
+            return action, distribution.log_prob(action), distribution.entropy(), self.critic(x)
+
+    def other(self: Agent, x: Any) -> Any:
+        return torch.tensor([[-100.0, 100.0]]) + 0.0 * x[:, :2]
+
+    return Agent(), lambda: setattr(Agent, "logits", other)
+
+
 AGENTS = [
+    replaced_method,
+    replaced_property_of_a_base,
+    another_class,
+    replaced_method_of_a_module,
     rebound_network,
     rebound_settings,
     rebound_function,
@@ -445,10 +640,19 @@ def test_whatever_of_an_agent_changes_reaches_the_workers(backend: Backend) -> N
         assert stale == []
 
 
-def test_sparse_changes_of_a_large_array_are_announced_and_published(
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_single_number_of_a_large_array_is_noticed(envs: Any, order: Any, caplog: pytest.LogCaptureFixture) -> None:
+    table = np.zeros((16, 5001), np.int32, order=order)
+    agent = by(lambda: int(table[0, 77]))
+    for table[0, 77] in (0, 1, 0):
+        assert (envs.rollout(agent, 2).actions == table[0, 77]).all()
+    assert caplog.text == ""
+
+
+def test_sparse_changes_of_a_very_large_array_are_announced_and_published(
     backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    table = np.zeros((16, 5000))
+    table = np.zeros((16, 150_000))
     agent = by(lambda: int(table[0, 77]))
     with ClusterEnv("CartPole-v1", 2, **backend) as envs:
         envs.reset(seed=1)

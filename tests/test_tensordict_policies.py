@@ -92,6 +92,23 @@ def test_an_actor_that_says_its_action_acts_by_it() -> None:
     assert np.array_equal(rollout.actions, rollout.obs[..., 0] > 0)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_a_function_in_a_module_refers_to_reaches_the_workers(num_workers: int) -> None:
+    net = nn.Linear(4, 2)
+    module = tdn.TensorDictModule(lambda obs: net(obs).argmax(-1), in_keys=["observation"], out_keys=["action"])
+
+    def act(obs: Any) -> Any:
+        return module(torch.as_tensor(obs)).numpy()
+
+    with ClusterEnv("CartPole-v1", 2, num_workers=num_workers) as envs:
+        envs.reset(seed=1)
+        for agent in (module, tdn.TensorDictSequential(module), act):
+            for choice in (0, 1, 0):
+                with torch.no_grad():
+                    net.bias.copy_(torch.tensor([100.0, -100.0] if choice == 0 else [-100.0, 100.0]))
+                assert (envs.rollout(agent, 2).actions == choice).all()
+
+
 def test_q_values_explore_by_epsilon() -> None:
     torch.manual_seed(0)
     body = tdn.TensorDictModule(network(6, 3), in_keys=["observation"], out_keys=["action_value"])

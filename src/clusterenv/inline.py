@@ -163,7 +163,8 @@ class Inline:
     def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> int:
         # Made as a worker's is: what would not reach a worker must not reach this one.
         weights = spec.decode(spec.encode(policy.weights()))
-        self._shard.adopt(unpickle(cloudpickle.dumps(policy)), version, weights, arguments)
+        code = cloudpickle.dumps(policy)
+        self._shard.adopt(unpickle(code), version, weights, arguments, copy=lambda: unpickle(code))
         self._rollout = None
         return 1
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 import torch
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictSequential
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 
 from clusterenv.adapters.torch import TorchPolicy
 from clusterenv.adapters.torch.distributions import describe
-from clusterenv.adapters.torch.module import as_floats
+from clusterenv.adapters.torch.module import TorchArrays, as_floats
 from clusterenv.errors import PolicyError
 from clusterenv.policy.families import QValues
 
@@ -30,17 +31,37 @@ def tensordict_policy(agent: Any) -> TorchPolicy:
     if hasattr(agent, "get_policy_operator") and hasattr(agent, "get_value_operator"):
         parts = _ActorAndCritic(agent.get_policy_operator(), agent.get_value_operator())
         if isinstance(parts.actor, ProbabilisticTensorDictSequential) and "state_value" in parts.critic.out_keys:
-            return TorchPolicy(parts, distribution=_both_distribution, value=_both_value)
+            return _TensorDictPolicy(parts, distribution=_both_distribution, value=_both_value)
         agent = parts.actor
     if isinstance(agent, ProbabilisticTensorDictSequential):
         if "action" not in agent.out_keys:
             raise PolicyError(_no_action(agent))
-        return TorchPolicy(agent, distribution=_distribution)
+        return _TensorDictPolicy(agent, distribution=_distribution)
     if _Q_KEY in agent.out_keys:
-        return TorchPolicy(agent, distribution=_q_values)
+        return _TensorDictPolicy(agent, distribution=_q_values)
     if "action" not in agent.out_keys:
         raise PolicyError(_no_action(agent))
-    return TorchPolicy(agent, act=_act)
+    return _TensorDictPolicy(agent, act=_act)
+
+
+class TensorDictModules(TorchArrays):
+    """Torch's tensors, where modules over TensorDicts may be among what carries them.
+
+    Such a module around a function pickles that apart from everything else, with copies of its networks.
+    """
+
+    def reduce_object(self, obj: object) -> tuple[Any, ...] | None:
+        if isinstance(obj, TensorDictModule) and not isinstance(obj.module, nn.Module):
+            return copyreg.__newobj__, (type(obj),), vars(obj), None, None, _restore  # type: ignore[attr-defined]  # as pickle itself writes it
+        return super().reduce_object(obj)
+
+
+def _restore(module: nn.Module, state: dict[str, Any]) -> None:
+    vars(module).update(state)
+
+
+class _TensorDictPolicy(TorchPolicy):
+    kinds = (TensorDictModules(),)
 
 
 class _ActorAndCritic(nn.Module):

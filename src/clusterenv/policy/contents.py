@@ -23,7 +23,7 @@ import numpy as np
 from clusterenv.errors import PolicyError
 from clusterenv.policy.array_kinds import NUMPY, ArrayKind
 from clusterenv.policy.distribution import Array
-from clusterenv.policy.stripping import SCALARS, Stripper, dump
+from clusterenv.policy.stripping import SCALARS, Restorer, Stripper, dump
 from clusterenv.policy.walk import Place, Walk
 from clusterenv.policy.weights import Weights, WeightsSpec
 
@@ -107,12 +107,12 @@ class Contents:
             PolicyError: Something in it cannot be pickled.
         """
         self._take()  # What it carries now, and not what it carried when it was looked at last.
-        slots = [place for place, _ in self._slots]
+        slots, caches = [place for place, _ in self._slots], self._caches
         arrays = [(name, type(kind), array) for name, (kind, array) in self._arrays.items()]
         buffer = io.BytesIO()
         pickler = Stripper(buffer, self._kinds, {id(array) for _, array in self._arrays.values()})
         try:
-            pickler.dump((self.payload, slots, arrays, self.weights().get(VALUES)))
+            pickler.dump((self.payload, slots, caches, arrays, self.weights().get(VALUES)))
         except PolicyError:
             raise
         except Exception as error:
@@ -128,8 +128,9 @@ class Contents:
         walk.visit(self.payload, None, "")
         self._block_is_of = None
         self._signature = tuple(walk.signature), tuple(walk.arrays), tuple(path for _, path in walk.slots)
-        self._arrays, self._slots = walk.arrays, walk.slots
+        self._arrays, self._slots, self._caches = walk.arrays, walk.slots, walk.caches
         self._lengths = [(container, len(container)) for container in walk.containers]
+        self._instances, self._classes = walk.instances, [type(instance) for instance in walk.instances]
         self._same = [(place.mapping(), place.key, value) for place, value in walk.same]
         self._scalars = [(place.mapping(), place.key) for place, _ in walk.scalars]
         self._deep = [place for place, _ in walk.deep]
@@ -149,6 +150,8 @@ class Contents:
         for container, length in self._lengths:
             if len(container) != length:
                 return None
+        if [type(instance) for instance in self._instances] != self._classes:
+            return None
         try:
             for mapping, key, value in self._same:
                 if mapping[key] is not value:
@@ -197,7 +200,14 @@ class Delivered:
     """
 
     def __init__(self, packed: bytes) -> None:
-        self.payload, self._slots, arrays, block = pickle.loads(packed)  # noqa: S301 - only workers do, and only what their head sent
+        self._classes: dict[str, type] = {}
+        try:
+            self.payload, self._slots, self._caches, arrays, block = Restorer(packed, self._classes).load()
+        except ModuleNotFoundError as error:
+            raise PolicyError(
+                f"The agent needs the module {error.name!r}, which cannot be imported here. Install it where workers "
+                "run, or have cloudpickle send it: cloudpickle.register_pickle_by_value(module)."
+            ) from error
         self._arrays: dict[str, tuple[ArrayKind, Any]] = {name: (kind(), array) for name, kind, array in arrays}
         self._block: Array | None = block
         self._values = () if block is None else _split(block)
@@ -223,6 +233,8 @@ class Delivered:
         self._spec.check(weights)
         for name, (kind, array) in self._arrays.items():
             kind.write(array, weights[name])
+        for cache in self._caches:
+            cache.cache_clear()  # What it holds may have been computed from other weights.
         if self._block is None:
             return False
         self._block = weights[VALUES].copy()
@@ -231,7 +243,7 @@ class Delivered:
         before, self._values = self._values, values
         changed = [index for index, value in enumerate(self._values) if value != before[index]]
         for index in changed:
-            self._slots[index].write(pickle.loads(self._values[index]))  # noqa: S301 - as above
+            self._slots[index].write(Restorer(self._values[index], self._classes).load())
         return bool(changed)
 
 

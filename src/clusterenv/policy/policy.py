@@ -154,6 +154,8 @@ class FunctionPolicy(BasePolicy):
         kinds: The frameworks whose arrays it may refer to.
     """
 
+    can_remember = True
+
     def __init__(self, function: Callable[..., Tree | Decision], kinds: Sequence[ArrayKind] = ()) -> None:
         self._function = function
         self._signature = Signature(function, num_positional=1, offered="rng")
@@ -183,7 +185,13 @@ class FunctionPolicy(BasePolicy):
         self.contents.announce()
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
-        answer = self._function(obs, **self._signature.bind(self.rng, call))
+        arguments = self._signature.bind(self.rng, call)
+        try:
+            answer = self._function(obs, **arguments)
+        except Exception as error:
+            if isinstance(obs, np.ndarray):
+                error.add_note(f"It was given a batch of observations of shape {obs.shape}, a row per environment.")
+            raise
         return answer if isinstance(answer, Decision) else Decision(answer, {})
 
     def weights(self) -> dict[str, Array]:
@@ -239,6 +247,8 @@ class TrackedPolicy:
 
 class _DeliveredPolicy:
     """A tracked policy on its worker."""
+
+    can_remember = True
 
     def __init__(self, packed: bytes) -> None:
         self._delivered = Delivered(packed)

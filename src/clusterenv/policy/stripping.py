@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -36,7 +38,56 @@ class Stripper(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                 return _itself, (other,)
             if (reduced := kind.reduce_object(obj)) is not None:
                 return reduced
+        if isinstance(obj, functools._lru_cache_wrapper) and is_by_value(obj):
+            return _cache, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, functools.cached_property):
+            return Computed, (obj.func,)
         return super().reducer_override(obj)
+
+
+class Restorer(pickle.Unpickler):
+    """Reads what was pickled by value into classes of its own.
+
+    A process has only one class of cloudpickle's for each that was pickled, and on the head that is the user's own.
+    Whenever it is read, its methods are overwritten by copies, which refer to copies of everything else.
+
+    Args:
+        data: The pickle.
+        classes: Those that belong to the same copy of an agent; new ones are added.
+    """
+
+    def __init__(self, data: bytes, classes: dict[str, type]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._classes = classes
+        self._known = set(classes.values())
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if module == "cloudpickle.cloudpickle":
+            if name in ("_make_skeleton_class", "_make_skeleton_enum"):
+                return functools.partial(self._make_class, found)
+            if name == "_class_setstate":
+                return functools.partial(self._fill_class, found)
+        return found
+
+    def _make_class(self, make: Callable[..., type], *arguments: Any) -> type:
+        *others, identifier, extra = arguments
+        if identifier not in self._classes:
+            self._classes[identifier] = make(*others, None, extra)
+        return self._classes[identifier]
+
+    def _fill_class(self, fill: Callable[[type, Any], type], cls: type, state: Any) -> type:
+        return cls if cls in self._known else fill(cls, state)
+
+
+class Computed:
+    """A cached property in a copy: it uses what the head has computed, and keeps nothing itself that would go stale."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def __get__(self, owner: Any, cls: type | None = None) -> Any:
+        return self if owner is None else self._function(owner)
 
 
 def dump(value: Any, kinds: Sequence[ArrayKind]) -> bytes:
@@ -48,5 +99,23 @@ def dump(value: Any, kinds: Sequence[ArrayKind]) -> bytes:
     return buffer.getvalue()
 
 
+def _cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
 def _itself(obj: Any) -> Any:
     return obj
+
+
+def is_by_value(obj: Any) -> bool:
+    """Tell whether cloudpickle copies a function or class, rather than import it on the other side."""
+    module = sys.modules.get(getattr(obj, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__":
+        return True
+    registered = cloudpickle.list_registry_pickle_by_value()
+    if any(module.__name__ == name or module.__name__.startswith(f"{name}.") for name in registered):
+        return True
+    found: Any = module
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is not obj

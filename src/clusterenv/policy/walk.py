@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dis
 import functools
+import io
 import random
-import sys
 from collections.abc import Hashable, Iterator, Sequence
 from types import (
     BuiltinFunctionType,
@@ -19,11 +19,10 @@ from types import (
 )
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import cloudpickle
 import numpy as np
 
-from clusterenv.policy.array_kinds import NUMPY, SMALL_BYTES, ArrayKind
-from clusterenv.policy.stripping import SCALARS, dump
+from clusterenv.policy.array_kinds import NUMPY, SMALL_BYTES, ArrayKind, is_sampled
+from clusterenv.policy.stripping import SCALARS, dump, is_by_value
 from clusterenv.policy.weights import Weights
 
 Access: TypeAlias = Literal["attribute", "item", "cell", "global"]
@@ -74,6 +73,8 @@ class Walk:
         self.deep: list[tuple[Place, str]] = []
         self.same: list[tuple[Place, Any]] = []
         self.containers: list[Any] = []
+        self.instances: list[Any] = []
+        self.caches: list[Any] = []
         self.warnings: list[str] = []
         self.unsendable: list[str] = []
         self._kinds = (*kinds, NUMPY)
@@ -126,7 +127,7 @@ class Walk:
                 self.arrays[name] = kind, array
                 self._first[id(array)] = name
                 self.signature.append((name, kind.view(array).shape, kind.view(array).dtype.str))
-                if kind is NUMPY and array.nbytes >= SMALL_BYTES:
+                if kind is NUMPY and is_sampled(array):
                     self.warnings.append(
                         f"The agent carries an array of {array.nbytes} bytes ({path or 'its own'}), of which only "
                         "samples are compared: a change of a few of its numbers may not reach the workers. Call "
@@ -137,15 +138,20 @@ class Walk:
 
     def _visit_object(self, obj: Any, place: Place | None, path: str) -> None:
         if isinstance(obj, FunctionType):
-            if _is_by_value(obj):
+            if is_by_value(obj):
                 self._visit_function(obj, path)
             else:
                 self._visit_leaf(obj, place, path)
         elif isinstance(obj, type):
-            if _is_by_value(obj):
+            if is_by_value(obj):
                 self._visit_class(obj, path)
             else:
                 self._visit_leaf(obj, place, path)
+        elif isinstance(obj, functools._lru_cache_wrapper) and is_by_value(obj):
+            self.caches.append(obj)
+            self.visit(obj.__wrapped__, None, path)
+        elif isinstance(obj, functools.cached_property):
+            self.visit(obj.func, None, path)
         elif isinstance(obj, MethodType):
             self.visit(obj.__self__, None, path)
             self.visit(obj.__func__, None, path)
@@ -165,6 +171,7 @@ class Walk:
             self._visit_leaf(obj, place, path)
         else:
             cls = type(obj) if reduced is None else reduced[1][0]
+            self.instances.append(obj)
             self.signature.append((path, cls))
             self.visit(cls, None, path)
             hidden = frozenset[str]().union(*(kind.hidden(obj) for kind in self._kinds))
@@ -219,25 +226,26 @@ class Walk:
                     self.visit(function.__globals__[name], Place(function, "global", name), _join(path, name))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.visit(default, None, path)
-        if vars(function):
-            self._visit_container(vars(function), None, path)
+        self.containers.append(vars(function))
+        for name in vars(function):
+            self.visit(vars(function)[name], Place(function, "attribute", name), _join(path, name))
 
     def _visit_class(self, cls: type, path: str) -> None:
         self.signature.append((path, cls))
         for base in cls.__mro__[:-1]:
-            if not _is_by_value(base):
+            if not is_by_value(base):
                 continue
+            self.containers.append(vars(base))
             for name, value in list(vars(base).items()):
-                function = getattr(value, "__func__", value)  # A class method or a static method.
-                if isinstance(value, property):
-                    self.visit(value.fget, None, path)
-                elif isinstance(function, FunctionType):
-                    self.visit(getattr(function, "__wrapped__", function), None, path)
-                    self.visit(function, None, path)
-                elif isinstance(value, MemberDescriptorType | GetSetDescriptorType):
+                if isinstance(value, MemberDescriptorType | GetSetDescriptorType):
                     continue  # How slots are read: instances have the values.
+                place = Place(base, "attribute", name)
+                function = getattr(value, "__func__", value)  # A class method or a static method.
+                if isinstance(value, property) or isinstance(function, FunctionType):
+                    self.same.append((place, value))
+                    self.visit(value.fget if isinstance(value, property) else function, None, path)
                 elif not name.startswith("__") and not name.startswith("_abc"):
-                    self.visit(value, Place(base, "attribute", name), _join(path, name))
+                    self.visit(value, place, _join(path, name))
 
     def _visit_leaf(self, obj: Any, place: Place | None, path: str) -> None:
         """Note something that is sent as it is, if it is replaced by another."""
@@ -299,20 +307,6 @@ class _Slots:
         setattr(self._obj, name, value)
 
 
-def _is_by_value(obj: Any) -> bool:
-    """Tell whether cloudpickle copies a function or class, rather than import it on the other side."""
-    module = sys.modules.get(getattr(obj, "__module__", None) or "")
-    if module is None or module.__name__ == "__main__":
-        return True
-    registered = cloudpickle.list_registry_pickle_by_value()
-    if any(module.__name__ == name or module.__name__.startswith(f"{name}.") for name in registered):
-        return True
-    found: Any = module
-    for part in obj.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is not obj
-
-
 @functools.cache
 def _globals_of(code: CodeType) -> tuple[str, ...]:
     """Return the globals that a function, and functions inside it, may read."""
@@ -332,6 +326,8 @@ def _has_plain_state(obj: Any) -> bool:
         return True
     if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
         return False
+    if isinstance(obj, io.IOBase):
+        return False  # Nor is a file its attributes.
     if isinstance(obj, dict | list | tuple | set | frozenset | str | bytes | int | float | complex):
         return False  # It has more to it than its attributes.
     return hasattr(obj, "__dict__") or any(getattr(base, "__slots__", ()) for base in cls.__mro__)

@@ -165,7 +165,13 @@ class Handler:
         self._blocks.clear()
         self._kept = None
         decoded = self._weights_spec.decode(self._newest(weights))
-        spec = self._shard.adopt(policy, request.version, decoded, _unpickled(request.arguments) or {})
+        spec = self._shard.adopt(
+            policy,
+            request.version,
+            decoded,
+            _unpickled(request.arguments) or {},
+            copy=lambda: unpickle(request.code)[0],
+        )
         return Adopted(request.call, list(spec.extras), list(spec.states), self._new_packages())
 
     def load_for_next(self, version: int, weights: memoryview | None) -> None:

@@ -145,7 +145,14 @@ class Shard:
             self._note_new_episodes()
         return infos
 
-    def adopt(self, policy: Policy, version: int, weights: Weights, values: Mapping[str, Any]) -> RolloutLayout:
+    def adopt(
+        self,
+        policy: Policy,
+        version: int,
+        weights: Weights,
+        values: Mapping[str, Any],
+        copy: Callable[[], Policy],
+    ) -> RolloutLayout:
         """Put a policy beside the environments, in place of an earlier one, and find out what it returns.
 
         Args:
@@ -153,10 +160,12 @@ class Shard:
             version: Of its weights.
             weights: To load: a policy travels without them.
             values: Per-call values to try it with.
+            copy: Returns another copy of it, to be tried in its place if it may remember what it has seen.
         """
+        trial = copy() if getattr(policy, "can_remember", False) else policy
         spaces = self._spaces
         collector = self._collector or Collector(
-            policy,
+            trial,
             self.host,
             (spaces.observation_space, spaces.action_space),
             self._assignment.autoreset_mode,
@@ -166,9 +175,12 @@ class Shard:
             seeds=self._seeds,
         )
         self.host.keeps_infos = self._masks.current is not None
-        collector.replace(policy)
+        collector.replace(trial)
         collector.load(version, weights)
         extras, states = collector.rehearse(values)
+        if trial is not policy:
+            collector.replace(policy)
+            collector.load(version, weights)
         if self._policy_seed is not None:
             # The second policy since a reset must not repeat the random choices of the first.
             policy.seed(self._policy_seed + self._num_adopted)

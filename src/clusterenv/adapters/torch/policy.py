@@ -20,6 +20,7 @@ from clusterenv.adapters.torch.module import (
     Prepare,
     Randomness,
     TensorTree,
+    TorchArrays,
     as_array,
     as_arrays,
     as_column,
@@ -78,6 +79,9 @@ class TorchPolicy:
         PolicyError: It is unclear how the module chooses actions.
     """
 
+    can_remember = True  # Unlike a numpy program.
+    kinds: tuple[TorchArrays, ...] = (TORCH,)
+
     def __init__(
         self,
         module: nn.Module,
@@ -92,6 +96,11 @@ class TorchPolicy:
     ) -> None:
         if not isinstance(module, nn.Module):
             raise PolicyError(f"TorchPolicy takes an nn.Module, got a {type(module).__name__}.")
+        if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+            raise PolicyError(
+                "TorchScript modules (torch.jit.script, torch.jit.trace) cannot be sent to workers part by part. Give "
+                "the module that it was made of: workers run the usual layers in numpy anyway."
+            )
         if wire_dtype not in (None, "bfloat16"):
             raise ConfigError(f'TorchPolicy(wire_dtype=...) must be "bfloat16" or None; got {wire_dtype!r}.')
         self.module = unwrap(module)
@@ -103,6 +112,7 @@ class TorchPolicy:
         self._has_run = False
         self._contents: Contents | None = None
         self._delivered: Delivered | None = None
+        self._read_generation = 0  # The inference was chosen for this one.
         self._program: NumpyProgram | None = None
         self._num_programs = 0
         self.wanted: tuple[str, ...] | None = None  # The extras; None: all.
@@ -114,7 +124,7 @@ class TorchPolicy:
         if self._contents is None:
             # Together, so that a function that refers to the module still refers to the same one afterwards.
             others = {"functions": self._functions, "output": self._output, "prepare": self._prepare}
-            self._contents = Contents({"": self.module, **others}, [TORCH])
+            self._contents = Contents({"": self.module, **others}, self.kinds)
         return self._contents
 
     @property
@@ -146,7 +156,7 @@ class TorchPolicy:
 
     def beside(self) -> TorchPolicy:
         """Return another policy of the same module, which may be shown other observations than this one."""
-        return TorchPolicy(
+        return type(self)(
             self.module,
             output=self._output,
             prepare=self._prepare,
@@ -175,15 +185,28 @@ class TorchPolicy:
 
     def look_at(self, obs: Tree, _action_space: object = None) -> None:
         """Find out on real observations whether numpy can do what the module does, for the weights of this moment."""
+        if self.contents.generation != self._read_generation:
+            self._inference, self._read_generation = self._choose_inference(), self.contents.generation
+            self._has_run = False
         found = self._program
         before = None if found is None else found.program
         self._program = NumpyProgram.find(self, obs) if found is None else found.renew(self, obs)
         self._num_programs += before != (None if self._program is None else self._program.program)
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
-        if not self._has_run:
-            return self._run_first(lambda: self._inference.act(obs, state, call, self._randomness))
-        return self._inference.act(obs, state, call, self._randomness)
+        try:
+            if not self._has_run:
+                return self._run_first(lambda: self._inference.act(obs, state, call, self._randomness))
+            return self._inference.act(obs, state, call, self._randomness)
+        except Exception as error:
+            arrays = self.weights() if self._delivered is not None else {}
+            if lost := [name for name, array in arrays.items() if array.dtype.kind == "f" and np.isnan(array).any()]:
+                raise PolicyError(f"The agent's {lost[0]} holds NaN. Has training diverged?") from error
+            if "does not require grad" in str(error):
+                error.add_note(
+                    "Agents act without gradients (torch.inference_mode): compute what needs them elsewhere."
+                )
+            raise
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
         """Return the action distributions on a batch; None if they cannot be read from the module."""
