@@ -24,6 +24,7 @@ from tests.conftest import wait_until_gone
 from tests.launcher_contract import Door, LauncherContract, fleet_is_alive, tells_secret
 from tests.located import Farewell, make_located
 from tests.policies import Linear
+from tests.remains import command_of, descendants
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.test_guardian import end_s
 from tests.test_readme import blocks_of
@@ -111,6 +112,15 @@ class TestSlurmLauncherInsideAnAllocation(LauncherContract):
 
     def make_launcher(self, log_dir: Path) -> Launcher:
         return SlurmLauncher(nodes=2, log_dir=log_dir)
+
+    def test_workers_whose_srun_has_to_be_killed_are_ended_too(self, launcher: Launcher, door: Door) -> None:
+        fleet = launcher.launch(door.ticket, 2)
+        pids = [door.await_join(fleet).pid for _ in range(2)]
+        for pid in descendants():
+            if command_of(pid).startswith("srun "):
+                os.kill(pid, signal.SIGSTOP)  # It hears of nothing that it should pass on.
+        fleet.stop(0.0)
+        assert wait_until_gone(pids, 0.0) == []
 
 
 def test_the_issues_example_runs_on_all_nodes(login: SlurmCluster) -> None:

@@ -9,6 +9,8 @@ import itertools
 import logging
 import os
 import re
+import secrets
+import signal
 import subprocess
 import time
 from collections import defaultdict, deque
@@ -33,6 +35,13 @@ _TERM_S = 1.0  # What workers get between SIGTERM and SIGKILL, once they have no
 _KILL_S = 3.0  # After that Slurm needs no help to end them, only time.
 _SRUN_S = 2.0  # srun ends the step's processes when it is terminated; then it is killed itself.
 _TAIL_LINES = 40
+# Cancels a step until Slurm no longer knows it: one that is just being launched cannot be cancelled at once.
+_CANCEL_STEP = """
+while step=$(squeue --noheader --steps --jobs={job} --name={name} --format=%i) && [ -n "$step" ]; do
+    scancel --signal=KILL $step
+    sleep 0.1
+done
+"""
 
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 _ALIVE = {"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
@@ -342,10 +351,12 @@ class SlurmStep(Holder):
         """
         self._output = WorkerLog(log_dir, f"job-{job_id}-step")
         super().__init__(job_id, self._output.read)
-        self._kill_at = float("inf")
+        self._name = f"clusterenv-{secrets.token_hex(4)}"
+        self._kill_at: float | None = None
+        self._cancellation: Command | None = None
         try:
             self._process = subprocess.Popen(
-                command,
+                [command[0], f"--job-name={self._name}", *command[1:]],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=self._output.file,
@@ -373,25 +384,39 @@ class SlurmStep(Holder):
 
     def end(self) -> None:
         """Tell it to end, and wait for nothing: `reap` sees to the rest."""
-        self._process.terminate()
-        self._kill_at = time.monotonic() + _SRUN_S
+        if self._kill_at is None and self._process.poll() is None:
+            self._kill_at = time.monotonic() + _SRUN_S
+            self._process.terminate()
 
     def reap(self) -> bool:
-        """Return whether one that nobody needs any more has ended; one that was told to and does not is killed."""
+        """Return whether one that nobody needs any more has ended; one that was told to and does not is killed.
+
+        While it launches its step, srun forgets that it was told to, and leaves the step behind when it is killed.
+        """
         if self._process.poll() is None:
-            if time.monotonic() > self._kill_at:
-                self._process.kill()
+            if self._kill_at is not None:
+                self._process.send_signal(signal.SIGTERM if time.monotonic() < self._kill_at else signal.SIGKILL)
+            return False
+        if self._cancellation is None and (self._kill_at is not None or self._process.returncode < 0):
+            command = ["bash", "-c", _CANCEL_STEP.format(job=self.id, name=self._name)]
+            try:
+                with uninterrupted():
+                    self._cancellation = Command(command, _ASK_S)
+            except OSError as error:
+                log.warning("workers of job %s whose srun was killed may live on: %s", self.id, error)
+        if self._cancellation is not None and not self._cancellation.poll():
             return False
         self._output.close()
         return True
 
     def stop(self, timeout_s: float) -> None:
         """Wait this long for it to end on its own, then end it."""
-        if not wait_for(self._process, time.monotonic() + timeout_s):
-            self._process.terminate()
-        if not wait_for(self._process, time.monotonic() + _SRUN_S):
-            self._process.kill()
-            self._process.wait()
+        wait_for(self._process, time.monotonic() + timeout_s)
+        self.end()
+        while not self.reap():
+            wait_for(self._process, time.monotonic() + _POLL_S)
+            if self._cancellation is not None:
+                self._cancellation.wait(_POLL_S)
         self.log.follow()
         self._output.close()
 
