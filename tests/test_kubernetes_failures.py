@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from clusterenv import KubernetesLauncher
+from clusterenv.errors import LaunchError
 from clusterenv.launchers.base import Fleet
 from clusterenv.wire.ticket import Ticket
 from tests.kube_api import KubeApi
@@ -141,6 +142,13 @@ def test_a_cluster_that_is_away_when_a_run_ends_is_waited_for(api: KubeApi, how:
     api.fail("DELETE jobs", how)
     fleet.stop(0.0)
     assert [*api.objects("jobs"), *api.objects("secrets"), *api.objects("pods")] == []
+
+
+def test_what_was_never_created_is_not_to_be_removed(api: KubeApi, caplog: pytest.LogCaptureFixture) -> None:
+    api.tokens = {"new"}
+    with pytest.raises(LaunchError, match="does not accept your credentials"):
+        launch(api)
+    assert caplog.text == ""
 
 
 def test_who_logs_in_again_goes_on(api: KubeApi, config: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,9 +15,15 @@ _ENDS = ("Failed", "Complete", "FailureTarget", "SuccessCriteriaMet")
 
 
 class Anchor:
-    """The Job that owns all else, and goes when nobody moves its deadline on."""
+    """The Job that owns all else, and goes when nobody moves its deadline on.
+
+    Attributes:
+        uid: Its number, once it is there.
+        may_exist: Whether the cluster was asked to create it.
+    """
 
     def __init__(self, api: Api, plan: Plan) -> None:
+        self.may_exist = plan.takeover is not None
         self.uid = "" if plan.takeover is None else plan.takeover.anchor_uid
         self._api = api
         self._plan = plan
@@ -36,6 +42,7 @@ class Anchor:
         """Create it, and the Secret."""
         metadata = self._plan.anchor["metadata"] | {"ownerReferences": self._own_pod()}
         self._created_at = time.monotonic()
+        self.may_exist = True
         created = self._api.request("POST", self._api.path("jobs"), self._plan.anchor | {"metadata": metadata})
         self.uid = created["metadata"]["uid"]
         self._create_secret()

@@ -175,6 +175,8 @@ class Api:
             )
         if status == 403 and (right := _FORBIDDEN_TO.search(message)):
             return f"You may not {right[1]} {right[2]} in namespace {self.namespace}: {message}. {RIGHTS_ADVICE}"
+        if status == 404 and message.startswith("namespaces "):
+            return f"{message}. Create it, or name another: KubernetesLauncher(namespace=...)."
         return message or f"HTTP status {status}"
 
 

@@ -416,6 +416,9 @@ class _Client:
         while any(seat.state.kind == "running" for seat in self._seats) and time.monotonic() < (self._stop_at or 0.0):
             yield
         yield from self._await_answers()  # What is being created just now can be deleted then.
+        if not self._anchor.may_exist and not self._background.num_changes:
+            self._finish("")
+            return
         answers: list[Refusal | None] = []
         began_at = time.monotonic()
         while True:
@@ -437,7 +440,10 @@ class _Client:
         for follower in self._followers.values():
             follower.join(_TICK_S)
         left = sorted(self._names)
-        _say(Stopped("; ".join([*failures, *([f"Pods {', '.join(left)}"] if left else [])])))
+        self._finish("; ".join([*failures, *([f"Pods {', '.join(left)}"] if left else [])]))
+
+    def _finish(self, left: str) -> None:
+        _say(Stopped(left))
         self._is_done = True
 
     def _await_gone(self, timeout_s: float) -> Any:

@@ -175,7 +175,7 @@ class KubernetesFleet:
             self._anchor_uid = reply.anchor_uid
         elif isinstance(reply, Refused):
             self._refusal = reply.reason
-        elif isinstance(reply, Stopped) and self._is_stopping:
+        elif isinstance(reply, Stopped) and (self._is_stopping or not self._anchor_uid):  # Else a successor goes on.
             self._left = reply.left
 
     def _replace_client(self) -> None:

@@ -105,13 +105,14 @@ class KubernetesLauncher:
         return True
 
     @property
-    def route_to(self) -> str:
+    def route_to(self) -> str | None:
         """The API server, as it is known here: Pods are likely to be in the same network.
 
-        Where that is a port of this machine (kind, minikube, a tunnel), any other machine.
+        Where that is a port of this machine (kind, minikube, a tunnel), any other machine. None if there is no cluster:
+        `launch` says so.
         """
         host = _read_context(self.context)[0] or os.environ.get("KUBERNETES_SERVICE_HOST")
-        return ELSEWHERE if host is None or _is_loopback(host) else host
+        return ELSEWHERE if host is not None and _is_loopback(host) else host
 
     def launch(self, ticket: Ticket, num_workers: int) -> KubernetesFleet:
         """Create the Pods; returns when the cluster has taken them.
