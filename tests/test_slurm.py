@@ -536,8 +536,10 @@ def larger(tmp_path: Path, login: SlurmCluster) -> Iterator[SlurmCluster]:
 
 
 @pytest.mark.slow
-def test_two_nodes_that_die_at_once_are_survived_on_the_third(larger: SlurmCluster, tmp_path: Path) -> None:
-    dead = (1, 2)  # Not the first, where the job's script runs: Slurm may then requeue the job, or not.
+@pytest.mark.parametrize("dead", [(1, 2), (0, 1)], ids=["others", "with the one that the job's script runs on"])
+def test_two_nodes_that_die_at_once_are_survived_on_the_third(
+    larger: SlurmCluster, tmp_path: Path, dead: tuple[int, int]
+) -> None:
     launcher = SlurmLauncher(nodes=3, log_dir=tmp_path / "logs")
     with launch(launcher, 3, make_located, timeouts=IMPATIENT) as envs:
         assert envs.get_attr("host") == ("n1", "n1", "n2", "n2", "n3", "n3")
