@@ -368,4 +368,4 @@ def test_an_address_that_workers_cannot_reach_is_named_in_their_logs_and_in_the_
         far_envs(net, Numbered, 2, network=Network(transport="zmq", advertise="10.89.0.77:5555"), timeouts=timeouts),
     ):
         pass
-    assert "tcp://10.89.0.77:5555 cannot be reached from one" in str(caught.value)
+    assert str(caught.value).count("tcp://10.89.0.77:5555 cannot be reached from one") == 1

@@ -6,12 +6,9 @@ Only the standard library: a worker's guardian, which is to stay small, needs th
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket as sockets
 from pathlib import Path
 from urllib.parse import urlsplit
-
-log = logging.getLogger(__name__)
 
 _REFUSED_S = 2.0  # Connections are refused: the head's process has ended.
 _PATIENCE = 6  # No answer at all for this many times `silence_s`: the head's machine is off, or the network cut.
@@ -38,7 +35,12 @@ def remove_endpoint(endpoint: str) -> None:
 
 
 class ReachabilityProbe:
-    """Makes test connections to one address, and remembers since when none has succeeded."""
+    """Makes test connections to one address, and remembers since when none has succeeded.
+
+    Attributes:
+        patience_s: How long nobody may answer there before there is no hope any more.
+        problem: Why nobody answers; empty if somebody does, or the machine says that nobody listens.
+    """
 
     def __init__(self, endpoint: str, silence_s: float) -> None:
         """Remember where to connect.
@@ -48,13 +50,15 @@ class ReachabilityProbe:
             silence_s: After how many seconds of silence the head gives a worker up; this side is more patient.
         """
         self._endpoint = endpoint
-        self._silent_s = _PATIENCE * silence_s
+        self.patience_s = _PATIENCE * silence_s
+        self.problem = ""
         self._refused_since: float | None = None
         self._silent_since: float | None = None
 
     def forget(self) -> None:
         """Begin anew: the head was heard of in another way."""
         self._refused_since = self._silent_since = None
+        self.problem = ""
 
     def try_once(self, now: float) -> str:
         """Try once; returns why there is no hope any more, or nothing while there is."""
@@ -62,6 +66,7 @@ class ReachabilityProbe:
             self._connect()
         except (ConnectionRefusedError, FileNotFoundError):  # The latter for `ipc://`: the head has tidied up.
             self._silent_since = None
+            self.problem = ""
             if self._refused_since is None:
                 self._refused_since = now
             elif now - self._refused_since >= _REFUSED_S:
@@ -71,13 +76,12 @@ class ReachabilityProbe:
                 return f"nobody listens at {self._endpoint}: the head has ended{hint}"
         except OSError as error:
             self._refused_since = None
-            problem = f"{self._endpoint} cannot be reached from {sockets.gethostname()} ({error})"
+            self.problem = f"{self._endpoint} cannot be reached from {sockets.gethostname()} ({error})"
             if self._silent_since is None:
                 self._silent_since = now
-                log.warning("%s; trying for another %g s", problem, self._silent_s)
-            elif now - self._silent_since >= self._silent_s:
+            elif now - self._silent_since >= self.patience_s:
                 return (
-                    f"{problem}. If the head has another address for this network, pass it on the head: "
+                    f"{self.problem}. If the head has another address for this network, pass it on the head: "
                     "ClusterEnv(network=Network(listen=..., advertise=...))"
                 )
         else:

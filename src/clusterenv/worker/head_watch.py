@@ -119,7 +119,10 @@ class Link:
         now = time.monotonic()
         if not self._is_up and not self.verdict and now - self._tried_at >= _BETWEEN_TRIES_S:
             self._tried_at = now
+            is_known = bool(self._probe.problem)
             self.verdict = self._probe.try_once(now)
+            if self._probe.problem and not is_known:
+                log.warning("%s; trying for another %g s", self._probe.problem, self._probe.patience_s)
 
     def _note(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
