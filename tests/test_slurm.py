@@ -555,6 +555,22 @@ def test_two_nodes_that_die_at_once_are_survived_on_the_third(
 
 
 @pytest.mark.slow
+def test_a_worker_that_hangs_on_the_last_node_that_lives_is_replaced_there(
+    larger: SlurmCluster, tmp_path: Path
+) -> None:
+    launcher = SlurmLauncher(nodes=3, log_dir=tmp_path / "logs")
+    with launch(launcher, 3, make_located, timeouts=IMPATIENT) as envs:
+        envs.reset(seed=1)
+        for node in larger.nodes[:2]:
+            larger.kill_node(node)
+        envs.step(np.zeros(6, np.int64))
+        os.kill(envs.worker_pids[2], signal.SIGSTOP)
+        envs.step(np.zeros(6, np.int64))
+        assert set(envs.get_attr("host")) == {"n3"}
+        assert [loss.reason.count("Task launch") for loss in envs.losses if loss.worker_index == 2] == [0]
+
+
+@pytest.mark.slow
 def test_when_all_nodes_die_at_once_and_none_comes_back_a_sentence_says_what_became_of_the_job(
     fragile: SlurmCluster, tmp_path: Path
 ) -> None:

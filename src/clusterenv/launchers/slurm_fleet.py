@@ -242,12 +242,19 @@ class SlurmFleet:
             command = [*self._commands.alone(self._all.id, [f"--nodelist={place.node}"]), *end]
             with uninterrupted():
                 self._endings.append(SlurmStep(command, job_environment({}), None, self._all.id))
-        return self._avoid_suspects()
+        return self._avoid_suspects(worker_index)
 
-    def _avoid_suspects(self) -> list[str]:
+    def _avoid_suspects(self, worker_index: int) -> list[str]:
         """Return the option that keeps a worker off nodes that may be dead, unless there are no others."""
         since = time.monotonic() - _SUSPECT_S
         suspects = {node for node, moment in self._suspected_at.items() if moment > since} & self._all.nodes
+        if suspects == self._all.nodes:  # Where others that were started again run, it was the worker that hung.
+            others = {index: step for index, step in self._replacements.items() if index != worker_index}
+            suspects -= {
+                step.places[index].node
+                for index, step in others.items()
+                if index in step.places and index not in step.ends and index not in self._wishes
+            }
         return [f"--exclude={','.join(sorted(suspects))}"] if suspects and suspects < self._all.nodes else []
 
     def _retire(self, worker_index: int) -> None:
