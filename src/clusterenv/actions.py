@@ -35,11 +35,11 @@ class ActionWriter:
         self._num_envs = num_envs
 
     def place(self, actions: Any) -> Any | None:
-        """Return None if the actions now are in the planes, else the actions, one an environment.
+        """Return None if the actions are now in the step buffers; otherwise the actions, one per environment.
 
         Raises:
             ValueError: Their number is wrong.
-            TypeError: They are no batch at all.
+            TypeError: They are not a batch.
         """
         if self._layout.is_single and isinstance(actions, np.ndarray):  # The common case, without a detour.
             plane = self._planes[0]

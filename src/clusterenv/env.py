@@ -38,7 +38,7 @@ from clusterenv.setup.wrapping import EnvWrapper
 from clusterenv.vector import BackedVectorEnv, StepResult
 from clusterenv.wire.buffers import check_collectable
 
-if TYPE_CHECKING:  # Only who has no workers needs what workers are made of, and only who evaluates what that needs.
+if TYPE_CHECKING:  # Imported on use: only num_workers=0 needs the worker's code, and only evaluate() the evaluation's.
     from clusterenv.evaluation.evaluate import Scene
     from clusterenv.evaluation.result import Evaluation
     from clusterenv.inline import Inline, InlineStream

@@ -111,7 +111,7 @@ class Supervisor:
         return BudgetSpent(
             f"The workers of this run have been there for {used:.3g} hours all together, and "
             f"Faults(max_worker_hours={limit:g}) allows no more. They have been ended; {self._num_restarts} had been "
-            "started again. Run it with more hours if it was not in vain."
+            "started again. Raise max_worker_hours to let it run longer."
         )
 
     def seed(self, seed: int | None) -> None:

@@ -66,7 +66,7 @@ class Version:
         number: Counted from 1.
         holders: Who holds it, those that do so longest first.
         pool: How it acted; None until anybody has said so.
-        judged: The newest version by which it was judged whether its holders take that.
+        judged: The newest version for which the sync rule has been asked about this one.
         compared: The newest version that it was compared with, with `num_compared` rows of the pool.
         divergence: What came out; NaN if it was never compared.
         is_silent: Whether somebody has acted with it, was asked how, and did not say.

@@ -64,7 +64,7 @@ class EpisodeLedger:
         self._is_whole[rows] = False
 
     def add(self, rewards: NDArray[np.float64], taken: NDArray[np.bool_], done: NDArray[np.bool_]) -> Finished:
-        """Count steps: those of a whole rollout in one go, for between environments that empty the caches all is slow.
+        """Count steps, those of a whole rollout in one go: environments evict the caches, so numpy is slow after a step.
 
         Args:
             rewards: Shape `[steps, environments]`, as are the others.

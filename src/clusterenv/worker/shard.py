@@ -192,7 +192,7 @@ class Shard:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether what a policy's step or rollout was at last were the environments, and not the policy."""
+        """Whether the environments, not the policy, were running when the last step or rollout ended or raised."""
         return self._collector is not None and self._collector.is_stepping
 
     @property
