@@ -340,6 +340,15 @@ def test_an_agent_that_remembers_has_seen_nothing_before_its_first_step(envs: An
         assert counts.tolist() == [[1, 1], [2, 2], [3, 3]], type(agent).__name__
 
 
+def test_a_tuple_that_can_be_called_is_an_agent(envs: Any) -> None:
+    class Agent(namedtuple("Settings", ["choice"])):
+        def __call__(self, obs: Any) -> Any:
+            return np.full(len(obs), self.choice)
+
+    for choice in (0, 1):
+        assert envs.step(Agent(choice))[4]["action"].tolist() == [choice, choice]
+
+
 def test_a_rule_that_never_pulls_keeps_the_first_values_everywhere() -> None:
     for num_workers in (0, 1):
         agent, change = cell_of_a_closure()

@@ -45,6 +45,7 @@ def test_models_and_their_policies_act_as_they_do_themselves(make: Any, family: 
                 low, high = getattr(envs.single_action_space, "low", 0), getattr(envs.single_action_space, "high", 9)
                 np.testing.assert_allclose(np.clip(rollout.actions[2], low, high), own, rtol=1e-4, atol=1e-4)
                 nudge(model)
+            assert len(envs.step(agent)[4]["action"]) == 4
     assert isinstance(as_policy(model).distribution(rollout.obs[0]), family)
 
 

@@ -17,11 +17,8 @@ _BATCHES = (np.ndarray, list, tuple, dict)
 
 def is_batch(actions: object) -> bool:
     """Tell a batch of actions, or an attempt at one, from an agent that chooses them."""
-    return (
-        isinstance(actions, _BATCHES)
-        or hasattr(actions, "__array__")
-        or not (callable(actions) or hasattr(actions, "act"))
-    )
+    is_agent = callable(actions) or hasattr(actions, "act") or hasattr(actions, "predict")
+    return not is_agent or hasattr(actions, "__array__")
 
 
 class ActionWriter:

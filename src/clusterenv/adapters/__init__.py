@@ -54,8 +54,9 @@ def as_policy(agent: object) -> Policy:
     if callable(agent):
         return FunctionPolicy(agent, _array_kinds())
     raise PolicyError(
-        f"A {type(agent).__name__} is not a policy. Give a torch module, a function from observations to actions, or "
-        "an object with the methods of clusterenv.policy.Policy (BasePolicy has all but one of them)."
+        f"An object of type {type(agent).__name__} is not a policy. Give {_instead_of(agent)}a torch module, a "
+        "function from observations to actions, or an object with the methods of clusterenv.policy.Policy (BasePolicy "
+        "has all but one of them)."
     )
 
 
@@ -84,6 +85,15 @@ def as_separate_policy(agent: object) -> Policy:
     policy = as_travelling_policy(agent)
     beside = getattr(policy, "beside", None)
     return policy if policy is not agent or beside is None else beside()
+
+
+def _instead_of(agent: object) -> str:
+    """Return what to give in place of an object that has a method for it, in an unfinished sentence."""
+    if callable(getattr(agent, "act", None)):
+        return "its method (agent.act, from a batch of observations to the actions), "
+    if callable(getattr(agent, "predict", None)):
+        return "what its method returns as actions (lambda obs: agent.predict(obs)[0], if that is the first), "
+    return ""
 
 
 def _origins(agent: object) -> set[str]:
