@@ -142,6 +142,50 @@ def attribute_of_a_function_that_is_called() -> tuple[Any, Change]:
     return lambda obs: agent(obs), change
 
 
+def cached_function() -> tuple[Any, Change]:
+    settings = {"choice": 0}
+
+    @functools.lru_cache(maxsize=1)
+    def read() -> int:
+        return settings["choice"]
+
+    def change(choice: int) -> None:
+        settings["choice"] = choice
+        read.cache_clear()
+
+    return lambda obs: np.full(len(obs), read()), change
+
+
+def cached_property() -> tuple[Any, Change]:
+    settings = {"choice": 0}
+
+    class Local:
+        @functools.cached_property
+        def choice(self) -> int:
+            return settings["choice"]
+
+        def __call__(self, obs: Any) -> Any:
+            return np.full(len(obs), self.choice)
+
+    agent = Local()
+
+    def change(choice: int) -> None:
+        settings["choice"] = choice
+        vars(agent).pop("choice", None)
+
+    return agent, change
+
+
+def cached_property_that_the_head_has_read() -> tuple[Any, Change]:
+    agent, change = cached_property()
+
+    def change_and_read(choice: int) -> None:
+        change(choice)
+        assert agent.choice == choice
+
+    return agent, change_and_read
+
+
 def attribute_of_a_local_class() -> tuple[Any, Change]:
     class Local:
         choice = 0
@@ -230,6 +274,9 @@ KEPT = [
     object_with_slots,
     opaque_object,
     namespace,
+    cached_function,
+    cached_property,
+    cached_property_that_the_head_has_read,
     attribute_of_a_function,
     attribute_of_a_function_that_is_called,
     attribute_of_a_local_class,

@@ -106,12 +106,12 @@ class Contents:
             PolicyError: Something in it cannot be pickled.
         """
         self._take()  # What it carries now, and not what it carried when it was looked at last.
-        slots = [place for place, _ in self._slots]
+        slots, caches = [place for place, _ in self._slots], self._caches
         arrays = [(name, type(kind), array) for name, (kind, array) in self._arrays.items()]
         buffer = io.BytesIO()
         pickler = Stripper(buffer, self._kinds, {id(array) for _, array in self._arrays.values()})
         try:
-            pickler.dump((self.payload, slots, arrays, self.weights().get(VALUES)))
+            pickler.dump((self.payload, slots, caches, arrays, self.weights().get(VALUES)))
         except PolicyError:
             raise
         except Exception as error:
@@ -126,7 +126,7 @@ class Contents:
         walk = Walk(self._kinds, {} if self._own is None else self._own())
         walk.visit(self.payload, None, "")
         self._signature = tuple(walk.signature), tuple(walk.arrays), tuple(path for _, path in walk.slots)
-        self._arrays, self._slots = walk.arrays, walk.slots
+        self._arrays, self._slots, self._caches = walk.arrays, walk.slots, walk.caches
         self._lengths = [(container, len(container)) for container in walk.containers]
         self._instances, self._classes = walk.instances, [type(instance) for instance in walk.instances]
         self._same = [(place.mapping(), place.key, value) for place, value in walk.same]
@@ -195,7 +195,7 @@ class Delivered:
 
     def __init__(self, packed: bytes) -> None:
         self._classes: dict[str, type] = {}
-        self.payload, self._slots, arrays, block = Restorer(packed, self._classes).load()
+        self.payload, self._slots, self._caches, arrays, block = Restorer(packed, self._classes).load()
         self._arrays: dict[str, tuple[ArrayKind, Any]] = {name: (kind(), array) for name, kind, array in arrays}
         self._block: Array | None = block
         self._values = () if block is None else _split(block)
@@ -220,6 +220,8 @@ class Delivered:
         WeightsSpec.of(self.weights()).check(weights)
         for name, (kind, array) in self._arrays.items():
             kind.write(array, weights[name])
+        for cache in self._caches:
+            cache.cache_clear()  # What it holds may have been computed from other weights.
         if self._block is None:
             return False
         self._block = weights[VALUES].copy()

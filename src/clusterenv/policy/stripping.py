@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,10 @@ class Stripper(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                 return _itself, (other,)
             if (reduced := kind.reduce_object(obj)) is not None:
                 return reduced
+        if isinstance(obj, functools._lru_cache_wrapper) and is_by_value(obj):
+            return _cache, (obj.__wrapped__, obj.cache_parameters())
+        if isinstance(obj, functools.cached_property):
+            return Computed, (obj.func,)
         return super().reducer_override(obj)
 
 
@@ -75,6 +80,16 @@ class Restorer(pickle.Unpickler):
         return cls if cls in self._known else fill(cls, state)
 
 
+class Computed:
+    """A cached property in a copy: it uses what the head has computed, and keeps nothing itself that would go stale."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def __get__(self, owner: Any, cls: type | None = None) -> Any:
+        return self if owner is None else self._function(owner)
+
+
 def dump(value: Any, kinds: Sequence[ArrayKind]) -> bytes:
     """Pickle something with all the numbers of its arrays."""
     if type(value) in SCALARS:
@@ -84,5 +99,23 @@ def dump(value: Any, kinds: Sequence[ArrayKind]) -> bytes:
     return buffer.getvalue()
 
 
+def _cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
 def _itself(obj: Any) -> Any:
     return obj
+
+
+def is_by_value(obj: Any) -> bool:
+    """Tell whether cloudpickle copies a function or class, rather than import it on the other side."""
+    module = sys.modules.get(getattr(obj, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__":
+        return True
+    registered = cloudpickle.list_registry_pickle_by_value()
+    if any(module.__name__ == name or module.__name__.startswith(f"{name}.") for name in registered):
+        return True
+    found: Any = module
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is not obj

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import functools
 import random
-import sys
 from collections.abc import Hashable, Iterator, Sequence
 from types import (
     BuiltinFunctionType,
@@ -19,11 +18,10 @@ from types import (
 )
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-import cloudpickle
 import numpy as np
 
 from clusterenv.policy.array_kinds import NUMPY, SMALL_BYTES, ArrayKind
-from clusterenv.policy.stripping import SCALARS, dump
+from clusterenv.policy.stripping import SCALARS, dump, is_by_value
 from clusterenv.policy.weights import Weights
 
 Access: TypeAlias = Literal["attribute", "item", "cell", "global"]
@@ -75,6 +73,7 @@ class Walk:
         self.same: list[tuple[Place, Any]] = []
         self.containers: list[Any] = []
         self.instances: list[Any] = []
+        self.caches: list[Any] = []
         self.warnings: list[str] = []
         self.unsendable: list[str] = []
         self._kinds = (*kinds, NUMPY)
@@ -138,15 +137,20 @@ class Walk:
 
     def _visit_object(self, obj: Any, place: Place | None, path: str) -> None:
         if isinstance(obj, FunctionType):
-            if _is_by_value(obj):
+            if is_by_value(obj):
                 self._visit_function(obj, path)
             else:
                 self._visit_leaf(obj, place, path)
         elif isinstance(obj, type):
-            if _is_by_value(obj):
+            if is_by_value(obj):
                 self._visit_class(obj, path)
             else:
                 self._visit_leaf(obj, place, path)
+        elif isinstance(obj, functools._lru_cache_wrapper) and is_by_value(obj):
+            self.caches.append(obj)
+            self.visit(obj.__wrapped__, None, path)
+        elif isinstance(obj, functools.cached_property):
+            self.visit(obj.func, None, path)
         elif isinstance(obj, MethodType):
             self.visit(obj.__self__, None, path)
             self.visit(obj.__func__, None, path)
@@ -228,7 +232,7 @@ class Walk:
     def _visit_class(self, cls: type, path: str) -> None:
         self.signature.append((path, cls))
         for base in cls.__mro__[:-1]:
-            if not _is_by_value(base):
+            if not is_by_value(base):
                 continue
             self.containers.append(vars(base))
             for name, value in list(vars(base).items()):
@@ -300,20 +304,6 @@ class _Slots:
 
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self._obj, name, value)
-
-
-def _is_by_value(obj: Any) -> bool:
-    """Tell whether cloudpickle copies a function or class, rather than import it on the other side."""
-    module = sys.modules.get(getattr(obj, "__module__", None) or "")
-    if module is None or module.__name__ == "__main__":
-        return True
-    registered = cloudpickle.list_registry_pickle_by_value()
-    if any(module.__name__ == name or module.__name__.startswith(f"{name}.") for name in registered):
-        return True
-    found: Any = module
-    for part in obj.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is not obj
 
 
 @functools.cache
