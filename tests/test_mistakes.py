@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -60,6 +64,11 @@ class Old(gym.Env[Any, Any]):
         return np.zeros(2, np.float32), 0.0, False, {}
 
 
+class Forgetful(Old):
+    def step(self, action: Any) -> Any:
+        pass
+
+
 class Spaceless(Old):
     observation_space = None
 
@@ -82,15 +91,30 @@ class Remembering(BasePolicy):
         return self.state
 
 
+class Logging:
+    """Has a file to write to."""
+
+    def __init__(self, journal: Any) -> None:
+        self.journal = journal
+
+    def __call__(self, obs: Any) -> Any:
+        return act(obs)
+
+
 class Logits(BasePolicy):
     def distribution(self, obs: Any, state: Any = None) -> Categorical:
         return Categorical(np.zeros((len(obs), 2), np.float32))
 
 
-def old_step(autoreset_mode: str) -> object:
-    with make(Old, num_envs=1, autoreset_mode=autoreset_mode) as envs:
+def old_step(autoreset_mode: str, cls: type[Old] = Old) -> object:
+    with make(cls, num_envs=1, autoreset_mode=autoreset_mode) as envs:
         envs.reset(seed=0)
         return envs.step(np.zeros(1, np.int64))
+
+
+def roll_out_with_a_file(envs: ClusterEnv) -> object:
+    with Path(os.devnull).open("w") as journal:
+        return envs.rollout(Logging(journal), 2)
 
 
 # What is done, and what its message must hold: the argument, what was given, what is expected.
@@ -195,6 +219,12 @@ CONSTRUCTION: dict[str, tuple[Mistake, str, str, str]] = {
         )
         for mode in ("NextStep", "SameStep", "Disabled")
     },
+    "nothing from step()": (
+        lambda: old_step("NextStep", Forgetful),
+        "step() must return",
+        "NoneType",
+        "(observation, reward, terminated, truncated, info)",
+    ),
     "a mistyped id": (lambda: make("CartPol-v1"), "Environment", "`CartPol`", "`CartPole`"),
     "a native vector that is none": (
         lambda: NativeVector("MountainCar-v0"),
@@ -242,6 +272,36 @@ USE: dict[str, tuple[Callable[[ClusterEnv], object], str, str, str]] = {
         "only 2 environments",
     ),
     "no agent": (lambda envs: envs.rollout(None, 4), "policy", "NoneType", "a function from observations"),
+    "an agent that is not called": (
+        lambda envs: envs.rollout(SimpleNamespace(act=act), 4),
+        "policy",
+        "SimpleNamespace",
+        "agent.act",
+    ),
+    "an agent that predicts": (
+        lambda envs: envs.step(SimpleNamespace(predict=act)),
+        "policy",
+        "SimpleNamespace",
+        "lambda obs: agent.predict(obs)[0]",
+    ),
+    "one action for all environments": (
+        lambda envs: envs.rollout(lambda obs: 1, 2),
+        "action must have shape (2,)",
+        "got shape ()",
+        "a batch of observations",
+    ),
+    "no action": (
+        lambda envs: envs.rollout(lambda obs: None, 2),
+        "action must have shape (2,)",
+        "got a NoneType",
+        "a batch of observations",
+    ),
+    "an open file": (
+        roll_out_with_a_file,
+        "cannot be sent",
+        "its journal",
+        "outside of the agent",
+    ),
     "an agent's class": (lambda envs: envs.rollout(BasePolicy, 4), "BasePolicy", "class", "BasePolicy(...)"),
     "NaN for a number": (
         lambda envs: envs.rollout(lambda obs: np.full(len(obs), np.nan), 2),
@@ -313,6 +373,41 @@ def test_a_refusal_on_a_worker_comes_without_our_own_frames() -> None:
     with pytest.raises(ValueError, match=r"The factory of environment 0 raised ConfigError: .*, got None") as caught:
         ClusterEnv(lambda: None, 1, num_workers=1)  # type: ignore[arg-type,return-value]  # the mistake
     assert "File" not in str(caught.value)
+
+
+def test_a_function_for_one_observation_is_told_that_it_is_given_a_batch(envs: ClusterEnv) -> None:
+    with pytest.raises(ValueError, match="truth value") as caught:
+        envs.rollout(lambda obs: 1 if obs[1] > 0 else 0, 2)
+    assert "a batch of observations of shape (2, 4)" in caught.value.__notes__[0]
+
+
+def test_a_module_that_workers_cannot_import_is_named() -> None:
+    module: Any = ModuleType("made_here")
+    exec("def act(obs):\n    return [0] * len(obs)\n", vars(module))
+    sys.modules["made_here"] = module
+    try:
+        with (
+            ClusterEnv(CARTPOLE, 1, num_workers=1) as envs,
+            pytest.raises(ValueError, match="needs the module 'made_here'"),
+        ):
+            envs.rollout(module.act, 2)
+    finally:
+        del sys.modules["made_here"]
+
+
+def test_a_torch_agent_that_cannot_act_is_told_why(envs: ClusterEnv) -> None:
+    torch = pytest.importorskip("torch")
+    from clusterenv.adapters.torch import TorchPolicy
+    from tests.torch_agents import Discrete
+
+    agent = Discrete()
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter.fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"The agent's \S+ holds NaN\. Has training diverged"):
+        envs.rollout(agent, 2)
+    with pytest.raises(ValueError, match="TorchScript"):
+        TorchPolicy(torch.jit.trace(torch.nn.Linear(4, 2), torch.zeros(2, 4)), output="logits")
 
 
 def test_an_unknown_extra_of_a_torch_agent_is_answered_with_all_there_are() -> None:

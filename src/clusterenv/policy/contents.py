@@ -195,7 +195,13 @@ class Delivered:
 
     def __init__(self, packed: bytes) -> None:
         self._classes: dict[str, type] = {}
-        self.payload, self._slots, self._caches, arrays, block = Restorer(packed, self._classes).load()
+        try:
+            self.payload, self._slots, self._caches, arrays, block = Restorer(packed, self._classes).load()
+        except ModuleNotFoundError as error:
+            raise PolicyError(
+                f"The agent needs the module {error.name!r}, which cannot be imported here. Install it where workers "
+                "run, or have cloudpickle send it: cloudpickle.register_pickle_by_value(module)."
+            ) from error
         self._arrays: dict[str, tuple[ArrayKind, Any]] = {name: (kind(), array) for name, kind, array in arrays}
         self._block: Array | None = block
         self._values = () if block is None else _split(block)

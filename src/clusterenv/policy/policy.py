@@ -185,7 +185,13 @@ class FunctionPolicy(BasePolicy):
         self.contents.announce()
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
-        answer = self._function(obs, **self._signature.bind(self.rng, call))
+        arguments = self._signature.bind(self.rng, call)
+        try:
+            answer = self._function(obs, **arguments)
+        except Exception as error:
+            if isinstance(obs, np.ndarray):
+                error.add_note(f"It was given a batch of observations of shape {obs.shape}, a row per environment.")
+            raise
         return answer if isinstance(answer, Decision) else Decision(answer, {})
 
     def weights(self) -> dict[str, Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import io
 import random
 from collections.abc import Hashable, Iterator, Sequence
 from types import (
@@ -325,6 +326,8 @@ def _has_plain_state(obj: Any) -> bool:
         return True
     if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
         return False
+    if isinstance(obj, io.IOBase):
+        return False  # Nor is a file its attributes.
     if isinstance(obj, dict | list | tuple | set | frozenset | str | bytes | int | float | complex):
         return False  # It has more to it than its attributes.
     return hasattr(obj, "__dict__") or any(getattr(base, "__slots__", ()) for base in cls.__mro__)

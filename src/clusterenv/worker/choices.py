@@ -41,9 +41,11 @@ class Choices:
             wanted = (self._rows, *leaf.shape)
             assert leaf.dtype is not None, "checked by the head: check_collectable"
             if array.shape != wanted or not (array.dtype == leaf.dtype or _fits(array, leaf.dtype)):
+                got = f"a {type(part).__name__}" if array.dtype == object else f"shape {array.shape} of {array.dtype}"
+                batch = " It is given a batch of observations, a row per environment." if array.ndim == 0 else ""
                 raise PolicyError(
                     f"The policy's action{leaf} must have shape {wanted} and a dtype that fits {leaf.dtype}, "
-                    f"got shape {array.shape} of {array.dtype}. The action space is {self._batched_actions}."
+                    f"got {got}. The action space is {self._batched_actions}.{batch}"
                 )
             if not are_real:
                 pass  # On made-up observations a policy may do anything.

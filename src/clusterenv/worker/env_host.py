@@ -443,13 +443,18 @@ class _ActionReader:
 
 
 def _refuse_old_results(error: BaseException) -> None:
-    """Say what is wrong with an environment of the old Gym, whose step() returns four values.
+    """Say what is wrong with an environment whose step() returns nothing, or four values as in the old Gym.
 
     Raises:
         ConfigError: The error is that, and not one of the environment's own code.
     """
     own = error.__traceback__
-    if isinstance(error, ValueError) and own is not None and own.tb_next is None and "values to unpack" in str(error):
+    if (
+        isinstance(error, ValueError | TypeError)
+        and own is not None
+        and own.tb_next is None
+        and ("values to unpack" in str(error) or "cannot unpack" in str(error))
+    ):
         raise ConfigError(
             "step() must return 5 values (observation, reward, terminated, truncated, info), and reset() 2 "
             f"(observation, info): {error}. An environment of the old Gym can be wrapped, for instance by "

@@ -94,6 +94,11 @@ class TorchPolicy:
     ) -> None:
         if not isinstance(module, nn.Module):
             raise PolicyError(f"TorchPolicy takes an nn.Module, got a {type(module).__name__}.")
+        if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+            raise PolicyError(
+                "TorchScript modules (torch.jit.script, torch.jit.trace) cannot be sent to workers part by part. Give "
+                "the module that it was made of: workers run the usual layers in numpy anyway."
+            )
         if wire_dtype not in (None, "bfloat16"):
             raise ConfigError(f'TorchPolicy(wire_dtype=...) must be "bfloat16" or None; got {wire_dtype!r}.')
         self.module = unwrap(module)
@@ -185,7 +190,17 @@ class TorchPolicy:
         self._num_programs += before != (None if self._program is None else self._program.program)
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
-        return self._inference.act(obs, state, call, self._randomness)
+        try:
+            return self._inference.act(obs, state, call, self._randomness)
+        except Exception as error:
+            arrays = self.weights() if self._delivered is not None else {}
+            if lost := [name for name, array in arrays.items() if array.dtype.kind == "f" and np.isnan(array).any()]:
+                raise PolicyError(f"The agent's {lost[0]} holds NaN. Has training diverged?") from error
+            if "does not require grad" in str(error):
+                error.add_note(
+                    "Agents act without gradients (torch.inference_mode): compute what needs them elsewhere."
+                )
+            raise
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
         """Return the action distributions on a batch; None if they cannot be read from the module."""
