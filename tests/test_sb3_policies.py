@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from clusterenv.errors import PolicyError
 from clusterenv.policy import Categorical, Deterministic, DiagonalGaussian, QValues, SquashedGaussian
 
 sb3 = pytest.importorskip("stable_baselines3")
+vec_env = pytest.importorskip("stable_baselines3.common.vec_env")
 
 
 def nudge(model: Any) -> None:
@@ -74,6 +76,12 @@ def test_a_lambda_around_predict_follows_the_model() -> None:
             with torch.no_grad():
                 model.q_net.q_net[-1].bias.copy_(torch.tensor([1e3, -1e3] if choice == 0 else [-1e3, 1e3]))
             assert (envs.rollout(agent, 3).actions == choice).all()
+
+
+def test_a_model_behind_a_vec_normalize_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    wrapped = vec_env.VecNormalize(vec_env.DummyVecEnv([lambda: gym.make("CartPole-v1")]))
+    as_policy(sb3.PPO("MlpPolicy", wrapped, device="cpu"))
+    assert "VecNormalize" in caplog.text
 
 
 def test_what_is_not_understood_is_refused_in_a_sentence() -> None:

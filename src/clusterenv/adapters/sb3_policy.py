@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from clusterenv.errors import PolicyError
 from clusterenv.policy.array_kinds import NumpyArrays
 from clusterenv.policy.families import Deterministic
 
+log = logging.getLogger(__name__)
+
 
 def sb3_policy(agent: BaseAlgorithm | SB3Policy) -> TorchPolicy:
     """Read a model, or its `policy`, as what chooses actions.
@@ -31,6 +34,11 @@ def sb3_policy(agent: BaseAlgorithm | SB3Policy) -> TorchPolicy:
         PolicyError: It is of another kind.
     """
     policy: Any = agent.policy if isinstance(agent, BaseAlgorithm) else agent
+    if isinstance(agent, BaseAlgorithm) and agent.get_vec_normalize_env() is not None:
+        log.warning(
+            "The model was trained behind a VecNormalize, which stays on the head: workers give it raw observations. "
+            "Normalise them on the workers: docs/how-to/normalise.md."
+        )
     if type(policy).__module__.startswith("sb3_contrib") or not isinstance(policy, _KNOWN):
         raise PolicyError(
             f"A {type(policy).__name__} of Stable-Baselines3 is not understood: only PPO's, A2C's, DQN's, SAC's, TD3's "
