@@ -640,10 +640,19 @@ def test_whatever_of_an_agent_changes_reaches_the_workers(backend: Backend) -> N
         assert stale == []
 
 
-def test_sparse_changes_of_a_large_array_are_announced_and_published(
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_single_number_of_a_large_array_is_noticed(envs: Any, order: Any, caplog: pytest.LogCaptureFixture) -> None:
+    table = np.zeros((16, 5001), np.int32, order=order)
+    agent = by(lambda: int(table[0, 77]))
+    for table[0, 77] in (0, 1, 0):
+        assert (envs.rollout(agent, 2).actions == table[0, 77]).all()
+    assert caplog.text == ""
+
+
+def test_sparse_changes_of_a_very_large_array_are_announced_and_published(
     backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    table = np.zeros((16, 5000))
+    table = np.zeros((16, 150_000))
     agent = by(lambda: int(table[0, 77]))
     with ClusterEnv("CartPole-v1", 2, **backend) as envs:
         envs.reset(seed=1)

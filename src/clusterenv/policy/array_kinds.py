@@ -13,6 +13,7 @@ SMALL_BYTES = 1 << 16
 """Arrays and objects below this size are compared in full."""
 
 _NUM_SAMPLES = 1024  # Numbers of a large array that are compared.
+_MAX_SUMMED_BYTES = 1 << 24  # Half a millisecond.
 
 
 class ArrayKind(Protocol):
@@ -90,13 +91,28 @@ def sample(array: Array) -> Array:
     return flat if array.nbytes < SMALL_BYTES else flat[:: max(1, flat.size // _NUM_SAMPLES)]
 
 
+def is_sampled(array: Array) -> bool:
+    """Tell whether a change of a few numbers may go unnoticed."""
+    is_whole = array.flags.c_contiguous or array.flags.f_contiguous
+    return array.nbytes >= SMALL_BYTES and (array.nbytes > _MAX_SUMMED_BYTES or not is_whole)
+
+
+def summed(array: Array) -> Callable[[], bytes]:
+    """Return what adds up the bits of an array in its own memory: some 20 microseconds for a megabyte."""
+    octets = (array if array.flags.c_contiguous else array.T).reshape(-1).view(np.uint8)
+    words, rest = octets[: array.nbytes // 8 * 8].view(np.uint64), octets[array.nbytes // 8 * 8 :]
+    return lambda: words.sum().tobytes() + rest.tobytes()
+
+
 def _sampler(array: Array) -> Callable[[], bytes]:
     """Return what reads the array, or some of its numbers, from its own memory however that is laid out."""
-    if array.flags.c_contiguous or array.nbytes < SMALL_BYTES:
-        view = sample(array) if array.flags.c_contiguous else array
-        return lambda: view.tobytes()
-    if array.flags.f_contiguous:
-        view = sample(array.T)
-        return lambda: view.tobytes()
+    if array.nbytes < SMALL_BYTES:
+        return array.tobytes
+    if array.flags.c_contiguous or array.flags.f_contiguous:
+        view = sample(array if array.flags.c_contiguous else array.T)
+        if is_sampled(array):
+            return view.tobytes
+        total = summed(array)
+        return lambda: total() + view.tobytes()
     where = np.unravel_index(np.arange(0, array.size, max(1, array.size // _NUM_SAMPLES)), array.shape)
     return lambda: array[where].tobytes()

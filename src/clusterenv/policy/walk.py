@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from clusterenv.policy.array_kinds import NUMPY, SMALL_BYTES, ArrayKind
+from clusterenv.policy.array_kinds import NUMPY, SMALL_BYTES, ArrayKind, is_sampled
 from clusterenv.policy.stripping import SCALARS, dump, is_by_value
 from clusterenv.policy.weights import Weights
 
@@ -127,7 +127,7 @@ class Walk:
                 self.arrays[name] = kind, array
                 self._first[id(array)] = name
                 self.signature.append((name, kind.view(array).shape, kind.view(array).dtype.str))
-                if kind is NUMPY and array.nbytes >= SMALL_BYTES:
+                if kind is NUMPY and is_sampled(array):
                     self.warnings.append(
                         f"The agent carries an array of {array.nbytes} bytes ({path or 'its own'}), of which only "
                         "samples are compared: a change of a few of its numbers may not reach the workers. Call "
