@@ -54,9 +54,9 @@ def as_policy(agent: object) -> Policy:
     if callable(agent):
         return FunctionPolicy(agent, _array_kinds())
     raise PolicyError(
-        f"Not a policy: an object of type {type(agent).__name__}. Give {_instead_of(agent)}a torch module, a function "
-        "from observations to actions, or an object with the methods of clusterenv.policy.Policy (BasePolicy has all "
-        "but one of them)."
+        f"An object of type {type(agent).__name__} is not a policy. Give {_instead_of(agent)}a torch module, a "
+        "function from observations to actions, or an object with the methods of clusterenv.policy.Policy (BasePolicy "
+        "has all but one of them)."
     )
 
 

@@ -64,7 +64,7 @@ class EpisodeLedger:
         self._is_whole[rows] = False
 
     def add(self, rewards: NDArray[np.float64], taken: NDArray[np.bool_], done: NDArray[np.bool_]) -> Finished:
-        """Count steps, those of a whole rollout in one go: environments evict the caches, so numpy is slow after a step.
+        """Count steps, those of a whole rollout in one go: environments evict the caches, and numpy after each is slow.
 
         Args:
             rewards: Shape `[steps, environments]`, as are the others.
