@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from clusterenv import BasePolicy, ClusterEnv, Decision, EveryUpdate, NeverSync
+from clusterenv.adapters.torch import TorchPolicy
 from clusterenv.errors import PolicyError
 from tests.conftest import Backend
 
@@ -670,3 +671,38 @@ def test_what_cannot_be_sent_is_named_once(backend: Backend) -> None:
         with pytest.raises(PolicyError, match="writer") as caught:
             envs.rollout(by(lambda: 0 if kept.writer else 1), 2)
         assert str(caught.value).count("cannot be sent") == 1
+
+
+def test_compiled_methods_travel_as_what_they_were_compiled_from(envs: Any) -> None:
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.actor, self.critic = nn.Linear(4, 2), nn.Linear(4, 1)
+
+        def get_action_and_value(self, x: Any, action: Any = None) -> Any:
+            distribution: Any = torch.distributions.Categorical(logits=self.actor(x))
+            action = distribution.sample() if action is None else action
+            return action, distribution.log_prob(action), distribution.entropy(), self.critic(x)
+
+    class Decorated(Agent):
+        get_action_and_value = torch.compile(Agent.get_action_and_value, backend="eager")
+
+    compiled, patched = Agent(), Agent()
+    compiled.compile(backend="eager")
+    patched.get_action_and_value = torch.compile(patched.get_action_and_value, backend="eager")  # type: ignore[method-assign]  # as users do
+    agents: list[Agent] = [Decorated(), compiled, patched]
+    for agent in agents:
+        for _ in range(2):
+            rollout = envs.rollout(agent, 3)
+            with torch.no_grad():
+                value = agent.critic(torch.as_tensor(rollout.obs))[..., 0]
+                agent.critic.bias.add_(1.0)
+            np.testing.assert_allclose(rollout.value, value, rtol=1e-4, atol=1e-6)
+
+
+def test_parts_of_a_large_parameter_that_torch_does_not_count_are_noticed(envs: Any) -> None:
+    agent: Any = nn.Sequential(nn.Linear(4, 20_000), nn.Linear(20_000, 2))
+    policy = TorchPolicy(agent, output="logits")
+    first = envs.rollout(policy, 1).versions
+    agent[0].weight.data[777, 1:3] = 1.0
+    assert (envs.rollout(policy, 1).versions > first).all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.distributions import Distribution as TorchDistribution
 from torch.nn.utils import parametrize
 
 from clusterenv.errors import PolicyError
-from clusterenv.policy.array_kinds import sample
+from clusterenv.policy.array_kinds import SMALL_BYTES, is_sampled, sample, summed
 from clusterenv.policy.contents import Contents, Delivered
 from clusterenv.policy.distribution import Array, Floats
 from clusterenv.policy.policy import State, Tree, map_tree
@@ -25,7 +26,7 @@ _SAMPLES_PER_TENSOR = 16
 _CPU = torch.device("cpu")
 _LAST_ASKED = frozenset({"distribution"})  # Where SB3's models keep the one that they made last.
 # What every module has and no user changes by hand; hooks that act on a forward pass are not among it.
-_BOOKKEEPING = frozenset(vars(nn.Module())) - {
+_BOOKKEEPING = (frozenset(vars(nn.Module())) | {"_compiled_call_impl"}) - {
     *("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 }
 
@@ -91,11 +92,13 @@ class TorchArrays:
         return _rebuild_tensor, arguments
 
     def replace(self, obj: object) -> object:
-        """Unwrap compiled modules; leave optimizers, generators and devices at home."""
+        """Unwrap compiled modules and functions; leave optimizers, generators and devices at home."""
         if isinstance(obj, nn.Module):
             if parametrize.is_parametrized(obj):
                 return obj
             return unwrap(obj)
+        if isinstance(obj, FunctionType):
+            return getattr(obj, "_torchdynamo_orig_callable", obj)
         if isinstance(obj, torch.optim.Optimizer | torch.Generator):
             return None
         return _CPU if isinstance(obj, torch.device) else obj
@@ -130,6 +133,7 @@ class ChangeDetector:
         self._tensors = tensors
         self._identity: tuple[int, ...] = ()
         self._samples: list[Array] = []
+        self._sums: list[Callable[[], bytes]] = []
         self._device_samples: list[torch.Tensor] = []
 
     def stamp(self) -> Hashable:
@@ -138,16 +142,19 @@ class ChangeDetector:
         if identity != self._identity:
             self._identity = identity
             self._sample()
-        numbers = b"".join([some.tobytes() for some in self._samples])
+        numbers = b"".join([some.tobytes() for some in self._samples] + [read() for read in self._sums])
         if self._device_samples:  # One copy for all of them, because each copy waits for the device.
             numbers += torch.cat(self._device_samples).cpu().numpy().tobytes()
         return identity, tuple([tensor._version for tensor in self._tensors]), numbers
 
     def _sample(self) -> None:
-        self._samples, self._device_samples = [], []
+        self._samples, self._sums, self._device_samples = [], [], []
         for tensor in self._tensors:
             if tensor.device.type == "cpu":
-                self._samples.append(sample(_raw_array(tensor)))
+                array = _raw_array(tensor)
+                self._samples.append(sample(array))
+                if array.nbytes >= SMALL_BYTES and not is_sampled(array):
+                    self._sums.append(summed(array))
             elif tensor.is_floating_point():
                 step = max(1, tensor.numel() // _SAMPLES_PER_TENSOR)
                 self._device_samples.append(tensor.detach().reshape(-1)[::step].float())
