@@ -31,7 +31,8 @@ class Mishap:
     """What befalls an environment, once.
 
     Args:
-        what: It kills its worker, hangs (with or without Python's lock), raises, or waits at the named pipe `gate`.
+        what: It kills its worker, lets it go once it has answered, hangs (with or without Python's lock), raises, waits
+            at the named pipe `gate`, or opens that for another one.
         mark: A file that is made when it happens, so that it happens to no other.
         place: In which of its methods.
         at: In which call of it, of the object's life, counted from 1, or any later one.
@@ -39,7 +40,7 @@ class Mishap:
         gate: The pipe: it waits until a writer has come and left.
     """
 
-    what: Literal["kill", "exit", "hang", "hang with the lock", "raise", "wait"]
+    what: Literal["kill", "exit", "leave", "hang", "hang with the lock", "raise", "wait", "open"]
     mark: str
     place: Place = "step"
     at: int = 1
@@ -59,6 +60,8 @@ class Mishap:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "exit":
                 os._exit(3)
+            case "leave":
+                os.kill(os.getpid(), signal.SIGTERM)
             case "hang":
                 stuck_in_the_mud()
             case "hang with the lock":
@@ -68,6 +71,8 @@ class Mishap:
             case "wait":
                 with open(self.gate, "rb") as opened:
                     opened.read()
+            case "open":
+                open(self.gate, "wb").close()
 
 
 def stuck_in_the_mud() -> None:

@@ -57,7 +57,7 @@ HEAD: dict[str, set[str]] = {
     "machines": {"worker"},
     "calls": {"interrupts", "joining", "liveness", "mailboxes", "worker"},
     "packages": {"worker"},
-    "pending": {"calls", "outcome", "worker"},
+    "pending": {"calls", "failure", "outcome", "worker"},
     "attendance": set(),
     "supervisor": {"attendance", "worker"},
     "preparation": {"calls", "infos", "machines", "packages", "pending", "worker"},
@@ -70,7 +70,7 @@ HEAD: dict[str, set[str]] = {
     "versions": {"stats", "worker"},
     "rollouts": {"failure", "infos", "outcome", "stats", "versions", "worker"},
     "stream": {"failure", "infos", "remote", "rollouts", "worker"},
-    "exchange": {"failure", "outcome", "worker"},
+    "exchange": {"outcome", "worker"},
 }
 
 FRAMEWORKS = {"torch", "jax", "ray", "kubernetes", "matplotlib", "stable_baselines3", "envpool", "tensorflow"}

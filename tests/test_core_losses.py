@@ -6,17 +6,19 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import TimeLimit
 from numpy.typing import NDArray
 
-from clusterenv import ClusterEnv, EveryUpdate, Faults, Network
-from clusterenv.errors import WorkerFailed, WorkerLost
+from clusterenv import ClusterEnv, EveryUpdate, Faults, NativeVector, Network, Recorder, Timeouts
+from clusterenv.errors import CallTimeout, WorkerFailed, WorkerLost
 from tests.conftest import Backend, wait_until_gone
-from tests.counted import EPISODE, INDEX, STEP, Kind, Mishap, Rows, choose, make_counted, rows_of
+from tests.counted import EPISODE, INDEX, STEP, Counted, Kind, Mishap, Rows, choose, make_counted, rows_of
 from tests.tally import Tally, truth
 from tests.worlds import assert_same
 
@@ -339,3 +341,112 @@ def test_a_seed_that_was_refused_is_not_remembered(remote: Backend) -> None:
         envs.reset(seed=2)
         os.kill(envs.worker_pids[1], signal.SIGKILL)
         assert envs.step(ACTIONS[:4])[4]["worker_lost"].tolist() == [False, False, True, True]
+
+
+def answer_and_leave(directory: Path, at: int, leaver: int = 5) -> dict[int, list[Mishap]]:
+    """Let the leaver's worker go after this step, once it has answered; environment 0 is in the step until then."""
+    gate = str(directory / "gate")
+    os.mkfifo(gate)
+    return {
+        0: [Mishap("wait", str(directory / "waits"), at=at, gate=gate)],
+        leaver: [Mishap("leave", str(directory / "leaves"), at=at)],
+    }
+
+
+def step_until_replaced(envs: ClusterEnv, directory: Path) -> None:
+    """Begin a step that the second worker answers; it is lost and replaced before the first has answered, too."""
+    envs.step_async(np.zeros(envs.num_envs, np.int64))
+    while not envs.losses:
+        with pytest.raises(CallTimeout, match="worker 0"):
+            envs.step_wait(timeout=0.1)
+    open(directory / "gate", "wb").close()
+
+
+@pytest.mark.parametrize("is_native", [False, True], ids=["plain", "native"])
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_loss_after_the_answer_to_a_step_changes_none_of_its_flags(
+    remote: Backend, mode: AutoresetMode, is_native: bool, tmp_path: Path
+) -> None:
+    makers: list[Any] = make_counted(7, answer_and_leave(tmp_path, at=2, leaver=6), lengths={5: 2})
+    plain, makers[4] = makers[4], lambda: TimeLimit(plain(), 2)
+    shards = {4: makers[:4], 3: makers[4:]}
+
+    def make_shard(num_envs: int) -> SyncVectorEnv:
+        return SyncVectorEnv(shards.get(num_envs, [Counted] * num_envs), autoreset_mode=mode)
+
+    env: Any = NativeVector(make_shard) if is_native else makers
+    with ClusterEnv(env, 7, **remote, autoreset_mode=mode, timeouts=Timeouts(call_s=60, close_s=1)) as envs:
+        envs.reset(seed=1)
+        envs.step(np.zeros(7, np.int64))
+        step_until_replaced(envs, tmp_path)
+        _, rewards, terminated, truncated, infos = envs.step_wait()
+        assert truncated.tolist() == (np.arange(7) == 4).tolist()
+        assert terminated.tolist() == (np.arange(7) == 5).tolist()
+        assert rewards.tolist() == [2.0] * 7
+        assert "worker_lost" not in infos
+        if mode is AutoresetMode.DISABLED:
+            envs.reset(options={"reset_mask": terminated | truncated})
+        lost = np.arange(7) >= (4 if mode is AutoresetMode.SAME_STEP else 6)
+        assert envs.step(np.zeros(7, np.int64))[4]["_worker_lost"].tolist() == lost.tolist()
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_a_loss_after_the_answer_to_a_step_is_told_with_what_that_step_showed(
+    remote: Backend, mode: AutoresetMode, tmp_path: Path
+) -> None:
+    makers = make_counted(NUM_ENVS, answer_and_leave(tmp_path, at=2), kind="mixed")
+    with ClusterEnv(makers, **remote, autoreset_mode=mode, timeouts=Timeouts(call_s=60, close_s=1)) as envs:
+        step_to(envs, 1)
+        step_until_replaced(envs, tmp_path)
+        seen = rows_of(envs.step_wait()[0])
+        assert seen[:, STEP].tolist() == [2] * NUM_ENVS
+        assert_lost(envs.step(ACTIONS), seen, SECOND, mode)
+
+
+def test_a_loss_after_a_step_in_which_another_worker_failed_is_told_with_what_that_step_showed(
+    remote: Backend, tmp_path: Path
+) -> None:
+    makers = make_counted(NUM_ENVS, {0: [Mishap("raise", str(tmp_path / "a"), at=2)]}, kind="mixed")
+    with ClusterEnv(makers, **remote) as envs:
+        step_to(envs, 1)
+        with pytest.raises(WorkerFailed, match="a mishap"):
+            envs.step(ACTIONS)
+        kill(envs, 1)
+        assert rows_of(envs.step(ACTIONS)[0])[SECOND, STEP].tolist() == [2] * 3
+
+
+class Telling(gym.Wrapper[Any, Any, Any, Any]):
+    """Reports one info more with steps than with resets."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        *results, info = self.env.step(action)
+        return *results, {**info, "twice": 2 * info["count"]}
+
+
+def test_a_loss_after_the_answer_to_a_step_leaves_its_infos(remote: Backend, tmp_path: Path) -> None:
+    makers = make_counted(NUM_ENVS, answer_and_leave(tmp_path, at=1))
+    telling = [lambda make=make: Telling(make()) for make in makers]
+    with ClusterEnv(telling, **remote, timeouts=Timeouts(call_s=60, close_s=1)) as envs:
+        envs.reset(seed=1)
+        step_until_replaced(envs, tmp_path)
+        infos = envs.step_wait()[4]
+        assert (infos["count"].tolist(), infos["twice"].tolist()) == ([1] * NUM_ENVS, [2] * NUM_ENVS)
+
+
+@pytest.mark.parametrize("where", ["head", "worker"])
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_a_loss_after_a_part_of_a_rollout_is_told_with_what_that_ended_with(
+    remote: Backend, mode: AutoresetMode, where: Literal["head", "worker"], tmp_path: Path
+) -> None:
+    mishaps = answer_and_leave(tmp_path, at=7)
+    opened = Mishap("open", str(tmp_path / "opened"), "reset", given=mishaps[5][0].mark, gate=str(tmp_path / "gate"))
+    makers = make_counted(NUM_ENVS, {**mishaps, 3: [opened]}, lengths={4: 4})
+    options: dict[str, Any] = {"autoreset_mode": mode, "timeouts": Timeouts(call_s=60, close_s=1)}
+    with ClusterEnv(makers, **remote, **options) as envs, Recorder(envs, tmp_path / "r-v0", where=where) as recorder:
+        step_to(envs, 4)  # Environment 4 has ended, and will be in the middle of its next episode.
+        recorder.collect(choose, 3)
+        assert os.path.exists(opened.mark)
+        observations, _, _, truncated, infos = envs.step(ACTIONS)
+        assert truncated.tolist() == infos["_worker_lost"].tolist() == SECOND.tolist()
+        finals = observations if mode is AutoresetMode.NEXT_STEP else list(infos["final_obs"][SECOND])
+        assert rows_of(finals)[-3:, STEP].tolist() == [7, 2 if mode is AutoresetMode.NEXT_STEP else 3, 7]

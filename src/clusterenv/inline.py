@@ -142,9 +142,6 @@ class Inline:
     def wait_for(self, call: InlineCall) -> None:
         call.result()
 
-    def read_step(self, _worker: Worker, outcome: Outcome) -> Outcome:
-        return outcome
-
     def advance(self, _timeout_s: float) -> bool:
         if self._call is None or not self._call.waiting:
             return False

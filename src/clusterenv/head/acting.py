@@ -160,6 +160,13 @@ class Acting(Workers):
         Returns:
             The buffers, which the next rollout will overwrite, and each shard's summary.
         """
+
+        def take(worker: Worker, reply: Reply) -> tuple[messages.Collected, Mapping[str, Any], float]:
+            collected: messages.Collected = expect(messages.Collected, reply)
+            if worker.mailbox is None:
+                self.note_last_step(worker, buffers.columns(worker.start, worker.stop))
+            return collected, checked_dict(values.loads(collected.summary)), checked_seconds(collected.busy_s)
+
         self.settle()
         memory, buffers = self._rollout_buffers(num_steps) if record is None else (None, self._last_step())
         offer = None if memory is None else memory.offer
@@ -179,6 +186,7 @@ class Acting(Workers):
                 ),
                 arrays=lambda worker: self._weights_for(worker, pulls),
                 destination=lambda w, _: self.rollout_destination(w, buffers.columns(w.start, w.stop)),
+                take=take,
             )
         )
         self.finish(pending)
@@ -186,13 +194,9 @@ class Acting(Workers):
         busy_s: list[float] = []
         versions: list[int] = []
         probes: list[bytes | None] = []
-        for worker, reply in pending.in_order():
-            with naming(worker):
-                collected = expect(messages.Collected, reply)
-                summaries.append(checked_dict(values.loads(collected.summary)))
-                busy_s.append(checked_seconds(collected.busy_s))
-            if worker.mailbox is None:
-                self.note_last_step(worker, buffers.columns(worker.start, worker.stop))
+        for _, (collected, summary, seconds) in pending.in_order():
+            summaries.append(summary)
+            busy_s.append(seconds)
             versions.append(collected.version)
             probes.append(collected.probes)
         return Collection(buffers, summaries, busy_s, versions, probes)

@@ -10,7 +10,7 @@ from clusterenv.config import split_shards
 from clusterenv.errors import WireError, WorkerLost
 from clusterenv.head.acting import Acting, pickle_policy
 from clusterenv.head.dealer import Dealer
-from clusterenv.head.failure import failure_of, naming
+from clusterenv.head.failure import naming
 from clusterenv.head.infos import checked_dict, checked_list, expect
 from clusterenv.head.pending import PendingCall
 from clusterenv.head.worker import Worker
@@ -113,8 +113,7 @@ class Evaluating(Acting):
         return dict(zip(present, sizes, strict=False))
 
     def _read(self, worker: Worker, pending: PendingCall, dealer: Dealer, max_steps: int) -> list[Finished]:
-        if pending.failed:
-            raise failure_of(*pending.failed[0])
+        pending.raise_failure()
         with naming(worker):
             answer: Evaluated = expect(Evaluated, pending.replies[worker])
             finished = read_finished(values.loads(answer.finished), max_steps)

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from clusterenv.errors import CallTimeout, ConfigError
-from clusterenv.head.failure import failure_of
+from clusterenv.errors import CallTimeout, ClusterEnvError, ConfigError
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.worker import Worker
 from clusterenv.wire.buffers import StepBuffers
@@ -28,7 +27,7 @@ class ShardCall(Protocol):
 
     waiting: dict[Worker, int]
     replies: dict[Worker, Any]
-    failed: list[Any]
+    failed: list[tuple[Worker, ClusterEnvError]]
 
 
 class ShardBackend(Protocol):
@@ -60,9 +59,6 @@ class ShardBackend(Protocol):
 
     def wait_for(self, call: Any, /) -> None:
         """Note that such a step is done."""
-
-    def read_step(self, worker: Worker, reply: Any, /) -> Outcome:
-        """Return what it brought."""
 
 
 class Exchange:
@@ -142,8 +138,8 @@ class Exchange:
         for _, pending in finished:
             self._remote.wait_for(pending)
             if pending.failed:
-                raise failure_of(*pending.failed[0])
-        return self._gather([(worker, self._remote.read_step(worker, p.replies[worker])) for worker, p in finished])
+                raise pending.failed.pop()[1]
+        return self._gather([(worker, pending.replies[worker]) for worker, pending in finished])
 
     def _gather(self, finished: Sequence[tuple[Worker, Outcome]]) -> tuple[Received, list[tuple[int, str]]]:
         env_ids = np.concatenate([worker.env_indices for worker, _ in finished])

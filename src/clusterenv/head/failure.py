@@ -31,7 +31,12 @@ def naming(worker: Worker) -> Iterator[None]:
     try:
         yield
     except WireError as error:
-        raise WireError(f"Malformed answer from {worker}: {error}") from error
+        raise malformed(worker, error) from error
+
+
+def malformed(worker: Worker, error: WireError) -> WireError:
+    """Return what says whose answer is malformed, and how."""
+    return WireError(f"Malformed answer from {worker}: {error}")
 
 
 def failure_of(worker: Worker, failed: Failed) -> WorkerFailed:

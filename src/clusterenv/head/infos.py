@@ -27,31 +27,28 @@ class StepReader:
         shards = [(worker.start, worker.stop) for worker in workers]
         self._slots = SlotReader(buffers.info_slots, shards, self._find_names)
 
-    def read(self, worker: Worker, reply: Reply) -> Outcome:
-        """Return what one worker's step or reset brought; errors by its own rows.
+    def take(self, worker: Worker, reply: Reply) -> Outcome:
+        """Return what one worker's step or reset brings, errors by its own rows; note what the learner is to see of it.
 
         Raises:
             WireError: It is malformed.
         """
         if isinstance(reply, Stepped) and reply.is_plain and not reply.generation and not self._num_object_leaves:
             return Outcome({}, [], [], [])
-        with naming(worker):
-            stepped = expect(Stepped, reply)
-            infos = self._read_infos(worker, stepped)
-            objects = read_objects(stepped, self._num_object_leaves, worker.num_envs)
-            errors = checked_errors(stepped.errors, worker.num_envs, 8 * worker.num_envs)
-        worker.objects = objects
+        stepped = expect(Stepped, reply)
+        worker.objects = objects = read_objects(stepped, self._num_object_leaves, worker.num_envs)
+        infos = self._read_infos(worker, stepped)
+        errors = checked_errors(stepped.errors, worker.num_envs, 8 * worker.num_envs)
         probes = [] if stepped.probes is None else [(worker.index, stepped.probes)]
         return Outcome(infos, objects, [], errors, probes)
 
-    def read_all(self, replies: Sequence[tuple[Worker, Reply]]) -> Outcome:
+    def merge(self, outcomes: Sequence[tuple[Worker, Outcome]]) -> Outcome:
         """Put together what a step or reset of several workers brought."""
         shards: list[ShardInfos] = []
         columns: list[list[Any]] = [[] for _ in range(self._num_object_leaves)]
         errors: list[tuple[int, str]] = []
         probes: list[tuple[int, bytes]] = []
-        for worker, reply in replies:
-            outcome = self.read(worker, reply)
+        for worker, outcome in outcomes:
             if outcome.infos:
                 shards.append(ShardInfos(worker.start, worker.stop, outcome.infos))
             for column, part in zip(columns, outcome.columns, strict=True):

@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
-from clusterenv.errors import WireError
+from clusterenv.errors import ClusterEnvError, WireError
 from clusterenv.head.calls import Calls, Destination, no_arrays
+from clusterenv.head.failure import failure_of, malformed
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.worker import Worker
 from clusterenv.wire import messages
@@ -16,7 +17,8 @@ from clusterenv.wire.messages import Failed, Part, Reply, Request, Stepped
 
 Make: TypeAlias = Callable[[int, Worker, int], Request]
 Arrays: TypeAlias = Callable[[Worker], Sequence[Any]]
-Replies: TypeAlias = Sequence[tuple[Worker, Reply]]
+Take: TypeAlias = Callable[[Worker, Reply], Any]
+Replies: TypeAlias = Sequence[tuple[Worker, Any]]
 
 
 def step_destination(worker: Worker, buffer: int) -> Destination:
@@ -35,9 +37,10 @@ class PendingCall:
 
     Attributes:
         waiting: Who has not answered, and which of the two step buffers its answer fills.
-        read: Turns the answers, in the order of the environments, into what the caller wants.
-        replies: What the others have said.
-        failed: Those in whose environments or policy something was raised.
+        read: Turns what the answers brought, in the order of the environments, into what the caller wants.
+        replies: What the others' answers brought.
+        failed: Those in whose environments or policy something was raised, or whose answer makes no sense, and the
+            error that says so.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class PendingCall:
         is_same: bool = False,
         asks_again: bool = True,
         asks_newcomers: bool = False,
+        take: Take = lambda worker, reply: reply,
         read: Callable[[Replies], Outcome] = lambda replies: Outcome({}, [], [], []),
     ) -> None:
         """Prepare a call; `start` sends it.
@@ -65,12 +69,14 @@ class PendingCall:
             asks_again: Whether to ask one that has taken the place of a lost worker, too.
             asks_newcomers: Whether to ask everybody who becomes ready meanwhile, also in the place of one that has
                 answered: else it would lack what the others have got.
-            read: Turns the answers, in the order of the environments, into what the caller wants.
+            take: Returns what a worker's answer brings, and notes it. Called when the answer comes: a moment later its
+                worker may be lost, and another one be given what the learner is to see. May raise WireError.
+            read: Turns what the answers brought, in the order of the environments, into what the caller wants.
         """
         self.waiting: dict[Worker, int] = {}
         self.read = read
-        self.replies: dict[Worker, Reply] = {}
-        self.failed: list[tuple[Worker, Failed]] = []
+        self.replies: dict[Worker, Any] = {}
+        self.failed: list[tuple[Worker, ClusterEnvError]] = []
         self._calls = calls
         self._make = make
         self._arrays = arrays
@@ -79,6 +85,7 @@ class PendingCall:
         self._is_same = is_same
         self._asks_again = asks_again
         self._asks_newcomers = asks_newcomers
+        self._take = take
 
     def start(self, workers: Sequence[Worker]) -> None:
         """Ask those that are ready; the others are asked when they are.
@@ -121,12 +128,21 @@ class PendingCall:
             return
         worker.shown = self.waiting.pop(worker)
         if isinstance(reply, Failed):
-            self.failed.append((worker, reply))
-        else:
-            self.replies[worker] = reply
+            self.failed.append((worker, failure_of(worker, reply)))
+            return
+        try:
+            self.replies[worker] = self._take(worker, reply)
+        except WireError as error:
+            self.failed.append((worker, malformed(worker, error)))
 
-    def in_order(self) -> list[tuple[Worker, Reply]]:
-        """Return the answers in the order of the environments."""
+    def raise_failure(self) -> None:
+        """Raise what went wrong, if anything did; of several workers, the first one's."""
+        if self.failed:
+            self.failed.sort(key=lambda item: item[0].index, reverse=True)
+            raise self.failed.pop()[1]  # Not kept here: its traceback will lead back to this call.
+
+    def in_order(self) -> list[tuple[Worker, Any]]:
+        """Return what the answers brought, in the order of the environments."""
         return sorted(self.replies.items(), key=lambda item: item[0].index)
 
     def abandon(self) -> None:

@@ -172,7 +172,7 @@ class Preparation:
         if not worker.has_served:
             return PreparationRequest(
                 lambda call: messages.Reset(call, shown, [*seeds], None, None),
-                partial(self._reader.read, worker),
+                partial(self._reader.take, worker),
                 step_destination(worker, shown),
             )
         rows = worker.buffers[shown]

@@ -38,9 +38,15 @@ class Remote(Evaluating):
                 chosen = [new if seed is None else seed for seed, new in zip(chosen, worker.seeds, strict=True)]
             return Reset(call, buffer, chosen, part, pickled)
 
-        read = self._reader.read_all
         return self._start(
-            PendingCall(self.calls, ask, destination=step_destination, asks_newcomers=mask is None, read=read)
+            PendingCall(
+                self.calls,
+                ask,
+                destination=step_destination,
+                asks_newcomers=mask is None,
+                take=self._reader.take,
+                read=self._reader.merge,
+            )
         )
 
     def note_reset(self) -> None:
@@ -67,8 +73,8 @@ class Remote(Evaluating):
         def ask(call: int, worker: Worker, buffer: int) -> Step:
             return Step(call, buffer, pickle.dumps(actions[worker.start : worker.stop]))
 
-        read = self._reader.read_all
-        return self._start(PendingCall(self.calls, ask, destination=step_destination, fills=True, read=read))
+        take, read = self._reader.take, self._reader.merge
+        return self._start(PendingCall(self.calls, ask, destination=step_destination, fills=True, take=take, read=read))
 
     def decide(
         self, version: int, pulls: set[Worker], num_probes: Mapping[Worker, int], arguments: Mapping[str, Any]
@@ -86,7 +92,8 @@ class Remote(Evaluating):
                 arrays=lambda worker: self._weights_for(worker, pulls),
                 destination=step_destination,
                 fills=True,
-                read=self._reader.read_all,
+                take=self._reader.take,
+                read=self._reader.merge,
             )
         )
 
@@ -152,7 +159,7 @@ class Remote(Evaluating):
         return self._start(PendingCall(self.calls, lambda call, *_: Record(call, None, b"", 0)))
 
     def step_shard(self, worker: Worker) -> PendingCall:
-        """Start a step of one worker's environments, with the actions in the buffers; `read_step` reads the result."""
+        """Start a step of one worker's environments, with the actions in the buffers."""
         self._is_uneven = True
         pending = self._make_step()
         self._under_way.append(pending)

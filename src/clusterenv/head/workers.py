@@ -66,7 +66,6 @@ class Workers:
         preparation: What a worker that takes over is given.
         stream: The stream that is open, if any.
         buffers: The two step buffers, once the spaces are known.
-        read_step: Returns what one worker's step or reset brought; errors by its own rows.
     """
 
     buffers: tuple[StepBuffers, StepBuffers]
@@ -133,7 +132,6 @@ class Workers:
         for worker in self.workers:
             worker.rows = first.rows(worker.start, worker.stop), second.rows(worker.start, worker.stop)
         self._reader = StepReader(self.workers, first)
-        self.read_step = self._reader.read
         # A step with the actions in the buffers. A partial: to make one costs no more than the class itself.
         self._make_step = partial(
             PendingCall,
@@ -143,7 +141,8 @@ class Workers:
             destination=step_destination,
             fills=True,
             is_same=True,
-            read=self._reader.read_all,
+            take=self._reader.take,
+            read=self._reader.merge,
         )
         self.preparation.open(spaces, memory, self._reader)
         self.supervisor.is_open = True
@@ -195,8 +194,7 @@ class Workers:
                 self._note_plain(started_at)
             handle = self._under_way[-1]
         self.wait_for(handle, timeout_s)
-        if handle.failed:
-            raise failure_of(*min(handle.failed, key=lambda item: item[0].index))
+        handle.raise_failure()
         return handle.read(handle.in_order())
 
     def wait_for(self, pending: PendingCall, timeout_s: float | None = None) -> None:

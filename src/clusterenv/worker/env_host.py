@@ -148,7 +148,9 @@ class EnvHost(Host):
         for row, has_ended in enumerate(ended):
             self._pending[row] = has_ended
             self._next_seeds[row] = None if self._mode is AutoresetMode.SAME_STEP else seeds[row]
-            self.buffers.truncations[row] = has_ended
+            if has_ended and not self.buffers.terminations[row]:
+                # Elsewhere than in shared memory, which has the flags: the learner may not have seen them yet.
+                self.buffers.truncations[row] = True
             last = self._observation((arrays, objects), row)
             self._resting[row] = last
             self._acting.append(self._envs[row] if has_ended else _Lost(last, firsts[row]))

@@ -116,7 +116,8 @@ class VectorHost(Host):
         self._first = first
         self._put_columns(seen)
         self._truncated, self._is_told = ~np.array(ended, np.bool_), False
-        self.buffers.truncations[:] = ended
+        # Elsewhere than in shared memory, which has the flags: the learner may not have seen them yet.
+        self.buffers.truncations |= np.array(ended, np.bool_) & ~self.buffers.terminations
 
     def start_over(self) -> bool:
         if self._truncated is None or self._is_told or self._first is None:
