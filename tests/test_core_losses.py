@@ -450,3 +450,40 @@ def test_a_loss_after_a_part_of_a_rollout_is_told_with_what_that_ended_with(
         assert truncated.tolist() == infos["_worker_lost"].tolist() == SECOND.tolist()
         finals = observations if mode is AutoresetMode.NEXT_STEP else list(infos["final_obs"][SECOND])
         assert rows_of(finals)[-3:, STEP].tolist() == [7, 2 if mode is AutoresetMode.NEXT_STEP else 3, 7]
+
+
+class Held:
+    """An agent to which something happens when it first acts on a worker that takes over."""
+
+    def __init__(self, *mishaps: Mishap) -> None:
+        self.mishaps = mishaps
+
+    def __call__(self, observations: Any) -> NDArray[np.int64]:
+        for mishap in self.mishaps:
+            mishap.strike()
+        return choose(observations)
+
+
+def test_a_step_that_begins_while_a_worker_takes_over_is_made_once(remote: Backend, tmp_path: Path) -> None:
+    mishaps = answer_and_leave(tmp_path, at=2)
+    left, gates = mishaps[5][0].mark, [str(tmp_path / name) for name in ("gate", "adopting", "stepping")]
+    for gate in gates[1:]:
+        os.mkfifo(gate)
+    mishaps[0].append(Mishap("open", str(tmp_path / "opens"), at=3, gate=gates[1]))
+    mishaps[1] = [Mishap("wait", str(tmp_path / "steps"), at=3, gate=gates[2])]
+    agent = Held(  # The step before is over as soon as it is being adopted, and it is adopted in the next.
+        Mishap("open", str(tmp_path / "over"), given=left, gate=gates[0]),
+        Mishap("wait", str(tmp_path / "adopts"), given=left, gate=gates[1]),
+    )
+    with ClusterEnv(make_counted(NUM_ENVS, mishaps), **remote, timeouts=Timeouts(call_s=60, close_s=1)) as envs:
+        envs.reset(seed=1)
+        envs.rollout(agent, 1)
+        seen = rows_of(envs.step(ACTIONS)[0])
+        assert not envs.losses
+        envs.step_async(ACTIONS)
+        while not envs.losses:
+            with pytest.raises(CallTimeout):
+                envs.step_wait(timeout=0.1)
+        open(gates[2], "wb").close()
+        assert_lost(envs.step_wait(), seen, SECOND, AutoresetMode.NEXT_STEP)
+        assert len(envs.losses) == 1

@@ -20,7 +20,7 @@ class Mailboxes:
     or too late, as it may when a worker has died.
 
     Attributes:
-        all: The mailboxes together, while every worker has one.
+        all: The mailboxes together, while every worker has one and is ready.
         num_awaited: How many answers are still to come by a mailbox.
         has_rung: Whether somebody else has heard the bell already.
     """
@@ -39,7 +39,10 @@ class Mailboxes:
     def use(self, worker: Worker, mailbox: HeadMailbox) -> None:
         """From now on call this worker by its mailbox."""
         worker.mailbox = mailbox
-        mailboxes = [each.mailbox for each in self._workers if each.mailbox is not None]
+
+    def note_ready(self) -> None:
+        """Note that a worker is ready: before that it must not be woken with the others, for a plain step."""
+        mailboxes = [each.mailbox for each in self._workers if each.mailbox is not None and each.is_ready]
         if len(mailboxes) == len(self._workers):
             self.all = AllMailboxes(self._the_bell(), mailboxes)
 

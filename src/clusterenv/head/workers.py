@@ -437,6 +437,7 @@ class Workers:
         self.supervisor.prepared(worker, time.monotonic())
         if worker.is_ready:
             worker.num_plain_steps = self.calls.num_plain_steps
+            self.calls.mailboxes.note_ready()
             for pending in self._under_way:
                 pending.ask_again(worker)
             if self.stream is not None:
