@@ -431,7 +431,8 @@ class ClusterEnv(BackedVectorEnv):
         and do not want to wait for the slowest worker at every step.
 
         Args:
-            actions: One per environment, in the order of `env_ids`.
+            actions: One per environment, in the order of `env_ids`. Environments get them in the dtype of their space;
+                what would change by that, as 1.9 for a `Discrete` would, is refused.
             env_ids: Which environments.
         """
         with self._owner:
