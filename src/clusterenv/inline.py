@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -235,7 +236,8 @@ class Inline:
 
     def _stepped(self, infos: Infos, probes: Probes | None = None) -> Outcome:
         host = self._shard.host
-        objects = [list(column) for column in host.objects()]
+        # Copies, as from a worker: an environment may write its next observation into the same object.
+        objects = copy.deepcopy(host.objects())
         said = [] if (packed := _pack(probes)) is None else [(0, packed)]
         return Outcome(complete(infos, self._num_envs), objects, [], list(host.errors), said)
 
