@@ -287,3 +287,11 @@ def test_closing_the_environments_ends_the_stream(remote: Backend) -> None:
 def test_nonsense_is_refused(backend: Backend, wrong: dict[str, Any]) -> None:
     with ClusterEnv("CartPole-v1", 2, **backend) as envs, pytest.raises(ConfigError):
         envs.stream(Linear(), **wrong)
+
+
+def test_a_stream_says_whether_it_goes_on(backend: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 2, **backend) as envs:
+        with envs.stream(Linear(), 4) as stream:
+            next(stream)
+            assert stream.is_open
+        assert not stream.is_open

@@ -256,12 +256,13 @@ class InlineStream:
 
     Attributes:
         values: Per-call values for the policy.
+        is_open: Whether it goes on.
     """
 
     def __init__(self, rollout: Callable[[Mapping[str, Any]], Rollout], values: Mapping[str, Any]) -> None:
         self.values = dict(values)
         self._rollout = rollout
-        self._is_open = True
+        self.is_open = True
 
     def __iter__(self) -> Self:
         """Return the stream itself."""
@@ -269,13 +270,13 @@ class InlineStream:
 
     def __next__(self) -> Rollout:
         """Make a rollout."""
-        if not self._is_open:
+        if not self.is_open:
             raise StopIteration
         return self._rollout(self.values)
 
     def close(self) -> None:
         """End it."""
-        self._is_open = False
+        self.is_open = False
 
     abandon = close
 
