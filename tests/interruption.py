@@ -1,4 +1,4 @@
-"""Interruption: Ctrl-C before a chosen line of the library."""
+"""Interruption: Ctrl-C, or another signal, before a chosen line of the library."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ NEVER = 10**9
 
 
 class Interruption:
-    """Ctrl-C before the given stateful line of clusterenv that is run inside the block; the first is 0.
+    """KeyboardInterrupt before the given stateful line of clusterenv that is run inside the block; the first is 0.
 
     Attributes:
         num_lines: How many stateful lines were run, up to that one.
     """
 
-    def __init__(self, line: int = NEVER, *places: str) -> None:
+    def __init__(self, line: int = NEVER, *places: str, number: int = signal.SIGINT) -> None:
         """Choose the line.
 
         Args:
             line: How many are run before it.
             places: How the paths of the modules begin whose lines count; by default those that hold a call's state.
+            number: The signal whose handler raises it.
         """
+        self._number = number
         self.num_lines = 0
         self._line = line
         self._places = tuple(str(LIBRARY / place) for place in places) or STATEFUL
@@ -43,13 +45,13 @@ class Interruption:
 
     def __enter__(self) -> None:
         # A shell that starts a job in the background lets it ignore SIGINT.
-        self._handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._handler = signal.signal(self._number, signal.default_int_handler)
         self._previous = sys.gettrace()
         sys.settrace(self._trace)
 
     def __exit__(self, *exception: object) -> None:
         sys.settrace(self._previous)
-        signal.signal(signal.SIGINT, self._handler)
+        signal.signal(self._number, self._handler)
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self._places):
@@ -57,7 +59,7 @@ class Interruption:
         if event == "line":
             self.num_lines += 1
             if self.num_lines == self._line + 1:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(self._number)
         return self._trace
 
 
@@ -76,14 +78,14 @@ def spread_lines(num_lines: int, most: int) -> Iterator[int]:
         yield first + number * 7919 % stride
 
 
-def is_interrupted(call: Callable[[], object], line: int) -> bool:
+def is_interrupted(call: Callable[[], object], line: int, number: int = signal.SIGINT) -> bool:
     """Make a call and interrupt it; returns whether that came to pass, and demands that the caller was told."""
-    interruption = Interruption(line)
+    interruption = Interruption(line, number=number)
     try:
         with interruption:
             call()
         was_raised = False
     except KeyboardInterrupt:
         was_raised = True
-    assert was_raised == interruption.has_come, f"Ctrl-C before line {line} was swallowed"
+    assert was_raised == interruption.has_come, f"signal {number} before line {line} was swallowed"
     return was_raised

@@ -1,10 +1,13 @@
-"""recv after a recv that failed: nothing that nobody sent to, and nothing of the others is lost."""
+"""send and recv: no action is changed; after a recv that failed, nothing is received that nobody sent to, or lost."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 
 from clusterenv import ClusterEnv, Timeouts
@@ -57,3 +60,64 @@ def test_after_a_failure_only_what_was_sent_to_is_received(remote: Backend, tmp_
         open(gate, "wb").close()
         *_, infos = envs.recv()
         assert infos["env_id"].tolist() == [0, 1]
+
+
+class Acted(gym.Env[Any, Any]):
+    """Keeps its last action."""
+
+    observation_space = gym.spaces.Box(-1, 1, (1,))
+
+    def __init__(self, dtype: str = "i8") -> None:
+        self.action_space = gym.spaces.Box(0, 5, (), np.dtype(dtype).type)
+        self.last: Any = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.last = action
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "actions"),
+    [
+        ("i8", np.array([1.9, 2.9])),
+        ("i8", np.array([1.0, 2.0])),
+        ("u1", np.array([1, 258])),
+        ("i8", np.array([1 + 2j, 2])),
+        ("f4", np.array([1 + 2j, 2])),
+        ("f4", np.array(["1", "2"])),
+    ],
+)
+def test_actions_that_the_dtype_of_the_space_would_change_are_refused(
+    backend: Backend, dtype: str, actions: Any
+) -> None:
+    with ClusterEnv([lambda: Acted(dtype)] * 2, **backend) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ConfigError, match="cast them first"):
+            envs.send(actions, [0, 1])
+        assert envs.get_attr("last") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "actions", "expected"),
+    [
+        ("u1", [1, 2], [1, 2]),
+        ("i8", np.array([True, False]), [1, 0]),
+        ("f4", [0.1, 2], [np.float32(0.1), 2.0]),
+        ("f4", [1, 2], [1.0, 2.0]),
+    ],
+)
+def test_numbers_as_a_list_has_them_become_the_dtype_of_the_space(
+    backend: Backend, dtype: str, actions: Any, expected: list[Any]
+) -> None:
+    with ClusterEnv([lambda: Acted(dtype)] * 2, **backend) as envs:
+        envs.reset(seed=1)
+        envs.send(actions, [0, 1])
+        num_received = 0
+        while num_received < 2:
+            num_received += len(envs.recv()[1])
+        last = envs.get_attr("last")
+        assert [np.asarray(action).dtype for action in last] == [np.dtype(dtype)] * 2
+        assert list(last) == expected

@@ -103,6 +103,20 @@ def test_an_interrupt_before_any_line_of_a_call_spoils_nothing_after_it(backend:
     theirs.close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM])
+def test_a_handler_that_raises_before_any_line_of_a_rollout_spoils_nothing_after_it(
+    remote: Backend, number: int
+) -> None:
+    with ClusterEnv(make_factories(NUM_ENVS), timeouts=Timeouts(call_s=5), **remote) as envs:
+        envs.rollout(AGENT, 3)
+        handler = signal.getsignal(signal.SIGINT)
+        for line in spread_lines(count_lines(lambda: envs.rollout(AGENT, 3)), 2 * MOST):
+            is_interrupted(lambda: envs.rollout(AGENT, 3), line, number)
+            assert envs.call("describe", "We are") is not None
+            assert signal.getsignal(signal.SIGINT) is handler
+        assert envs.losses == ()
+
+
 class Alarm(Exception):
     """What a signal handler of the user's raises."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -487,3 +488,22 @@ def test_a_step_that_begins_while_a_worker_takes_over_is_made_once(remote: Backe
         open(gates[2], "wb").close()
         assert_lost(envs.step_wait(), seen, SECOND, AutoresetMode.NEXT_STEP)
         assert len(envs.losses) == 1
+
+
+def test_a_moment_without_descriptors_while_a_worker_is_replaced_costs_one_more_and_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, failures = os.memfd_create, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+
+    def make_memory(name: str, flags: int = 0) -> int:
+        if failures:
+            raise failures.pop()
+        return make(name, flags)
+
+    with ClusterEnv(make_counted(NUM_ENVS), num_workers=2, network=Network(transport="shm")) as envs:
+        seen = step_to(envs, 2)
+        monkeypatch.setattr(os, "memfd_create", make_memory)
+        kill(envs, 1)
+        assert_lost(envs.step(ACTIONS), seen, SECOND, AutoresetMode.NEXT_STEP)
+        assert not failures
+        assert_goes_on(envs, SECOND, AutoresetMode.NEXT_STEP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clusterenv import ClusterEnv
+from clusterenv import ClusterEnv, Network
 from clusterenv.errors import WorkerFailed
 from tests.conftest import Backend
 from tests.counted import Counted
@@ -56,3 +57,19 @@ def test_an_exception_of_a_built_in_type_is_caught_by_that_type(remote: Backend)
                 envs.step(np.full(2, action))
             assert isinstance(caught.value, WorkerFailed)
             assert caught.value.env_indices == (0,)
+
+
+def test_a_worker_without_free_descriptors_says_so_and_goes_on_when_it_has_some() -> None:
+    agent = Linear()
+
+    def limit(soft: int | None) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1] if soft is None else soft, limits[1]))
+
+    with ClusterEnv("CartPole-v1", 2, num_workers=1, network=Network(transport="shm")) as envs:
+        envs.rollout(agent, 2)
+        envs.apply(lambda _: limit(1), [0])
+        with pytest.raises(WorkerFailed, match="Too many open files"):
+            envs.rollout(agent, 3)
+        envs.apply(lambda _: limit(None), [0])
+        assert envs.rollout(agent, 3).num_steps == 3

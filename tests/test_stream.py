@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import os
@@ -327,6 +328,17 @@ def test_closing_the_environments_ends_the_stream(remote: Backend) -> None:
     stream.close()
 
 
+def test_a_stream_keeps_its_environments_and_whoever_forgets_it_ends_them(remote: Backend) -> None:
+    envs = ClusterEnv("CartPole-v1", 2, **remote)
+    pids, stream = envs.worker_pids, envs.stream(Linear(), 8)
+    del envs
+    gc.collect()
+    assert {int(next(stream).env_indices[0]) for _ in range(20)} == {0, 1}
+    del stream  # In the middle.
+    gc.collect()
+    assert wait_until_gone(pids) == []
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -339,3 +351,11 @@ def test_closing_the_environments_ends_the_stream(remote: Backend) -> None:
 def test_nonsense_is_refused(backend: Backend, wrong: dict[str, Any]) -> None:
     with ClusterEnv("CartPole-v1", 2, **backend) as envs, pytest.raises(ConfigError):
         envs.stream(Linear(), **wrong)
+
+
+def test_a_stream_says_whether_it_goes_on(backend: Backend) -> None:
+    with ClusterEnv("CartPole-v1", 2, **backend) as envs:
+        with envs.stream(Linear(), 4) as stream:
+            next(stream)
+            assert stream.is_open
+        assert not stream.is_open

@@ -409,3 +409,26 @@ def test_observations_are_the_callers_own_only_with_copy(backend: Backend, copy:
         second, third = [envs.step(NO_ACTIONS)[0] for _ in range(2)]
         assert not np.shares_memory(first, second), "what was seen last stays as it is while a step is under way"
         assert np.shares_memory(first, third) is not copy
+
+
+class Reusing(gym.Env[Any, Any]):
+    """Observes a sequence whose only array it changes with every step."""
+
+    observation_space = spaces.Sequence(spaces.Box(0, 9, (1,), np.float32))
+    action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.observation = (np.zeros(1, np.float32),)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return self.observation, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.observation[0][:] += 1
+        return self.observation, 0.0, False, False, {}
+
+
+def test_observations_without_a_fixed_size_are_the_callers_own_too(backend: Backend) -> None:
+    with ClusterEnv(Reusing, 2, **backend) as envs:
+        seen = [envs.reset()[0], *(envs.step(np.zeros(2, np.int64))[0] for _ in range(2))]
+        assert [[row[0].item() for row in rows] for rows in seen] == [[0, 0], [1, 1], [2, 2]]

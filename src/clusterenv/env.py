@@ -21,7 +21,7 @@ from clusterenv.head.exchange import Exchange
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.remote import Remote
 from clusterenv.head.rollouts import Rollouts
-from clusterenv.head.stream import Stream, StreamWish
+from clusterenv.head.stream import Flow, Stream, StreamWish
 from clusterenv.head.supervisor import Loss
 from clusterenv.head.worker import Worker
 from clusterenv.launchers.base import Launcher
@@ -76,7 +76,7 @@ class ClusterEnv(BackedVectorEnv):
     however many workers there are.
     """
 
-    _stream: Stream | InlineStream | None = None
+    _stream: Flow | InlineStream | None = None
 
     def __init__(
         self,
@@ -346,14 +346,14 @@ class ClusterEnv(BackedVectorEnv):
 
                 self._ensure_reset()
                 self._stream = InlineStream(lambda current: self._rollouts.rollout(policy, num_steps, current), values)
-            else:
-                check_collectable(*self._rollouts.layouts)
-                with backend.without_late(), self._rollouts.distrust_after_failure():
-                    self._ensure_reset()
-                    backend.settle()
-                    pulls = self._rollouts.versions.prepare(policy, values)
-                    self._stream = Stream(backend, self._rollouts, policy, wish, pulls, self._owner)
-            return self._stream
+                return self._stream
+            check_collectable(*self._rollouts.layouts)
+            with backend.without_late(), self._rollouts.distrust_after_failure():
+                self._ensure_reset()
+                backend.settle()
+                pulls = self._rollouts.versions.prepare(policy, values)
+                self._stream = flow = Flow(backend, self._rollouts, policy, wish, pulls, self._owner)
+            return Stream(self, flow)
 
     def evaluate(
         self,
@@ -431,7 +431,8 @@ class ClusterEnv(BackedVectorEnv):
         and do not want to wait for the slowest worker at every step.
 
         Args:
-            actions: One per environment, in the order of `env_ids`.
+            actions: One per environment, in the order of `env_ids`. Environments get them in the dtype of their space;
+                what would change by that, as 1.9 for a `Discrete` would, is refused.
             env_ids: Which environments.
         """
         with self._owner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -226,7 +227,8 @@ class Inline:
 
     def _stepped(self, infos: Infos, probes: Probes | None = None) -> Outcome:
         host = self._shard.host
-        objects = [list(column) for column in host.objects()]
+        # Copies, as from a worker: an environment may write its next observation into the same object.
+        objects = copy.deepcopy(host.objects())
         said = [] if (packed := _pack(probes)) is None else [(0, packed)]
         return Outcome(complete(infos, self._num_envs), objects, [], list(host.errors), said)
 
@@ -247,12 +249,13 @@ class InlineStream:
 
     Attributes:
         values: Per-call values for the policy.
+        is_open: Whether it goes on.
     """
 
     def __init__(self, rollout: Callable[[Mapping[str, Any]], Rollout], values: Mapping[str, Any]) -> None:
         self.values = dict(values)
         self._rollout = rollout
-        self._is_open = True
+        self.is_open = True
 
     def __iter__(self) -> Self:
         """Return the stream itself."""
@@ -260,13 +263,13 @@ class InlineStream:
 
     def __next__(self) -> Rollout:
         """Make a rollout."""
-        if not self._is_open:
+        if not self.is_open:
             raise StopIteration
         return self._rollout(self.values)
 
     def close(self) -> None:
         """End it."""
-        self._is_open = False
+        self.is_open = False
 
     abandon = close
 

@@ -14,7 +14,7 @@ from clusterenv.head.backend import Backend
 from clusterenv.head.outcome import Outcome
 from clusterenv.head.worker import Worker
 from clusterenv.wire.infos import ShardInfos, merge_infos
-from clusterenv.wire.layout import Layout
+from clusterenv.wire.layout import Layout, Leaf
 
 Received = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
 
@@ -158,4 +158,19 @@ def check_actions(
                 f"The actions{leaf} of {len(env_ids)} environments must have shape "
                 f"{(len(env_ids), *leaf.shape)}, got {part.shape}."
             )
+        if not _can_become(part, leaf):
+            raise ConfigError(
+                f"The actions{leaf} must be {leaf.dtype}, or numbers of which nothing is lost as such, got "
+                f"{part.dtype}: cast them first, as they are meant. step(actions) hands them on as they are."
+            )
     return parts
+
+
+def _can_become(part: NDArray[Any], leaf: Leaf) -> bool:
+    """Whether actions are of the leaf's dtype, or become so as a list of numbers does: floats may be rounded."""
+    dtype = leaf.dtype
+    if part.dtype == dtype or not part.size:
+        return True
+    if dtype is not None and dtype.kind in "biu":
+        return part.dtype.kind in "biu" and bool((part.astype(dtype) == part).all())
+    return part.dtype.kind in "biuf"

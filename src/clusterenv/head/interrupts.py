@@ -1,4 +1,4 @@
-"""DeferInterrupt: Ctrl-C waits until a message has been sent or dealt with as a whole."""
+"""DeferInterrupt: Ctrl-C, or another signal, waits until a message has been sent or dealt with as a whole."""
 
 from __future__ import annotations
 
@@ -7,41 +7,64 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-_SIGINT = int(_signal.SIGINT)
+# Ctrl-C, and those whose handlers are known to raise: time limits, schedulers that want the process to go.
+_NAMES = ("SIGINT", "SIGALRM", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_NUMBERS = tuple(int(getattr(_signal, name)) for name in _NAMES if hasattr(_signal, name))
 
 
 class DeferInterrupt:
-    """Defers KeyboardInterrupt until the end of its block, which must be short.
+    """Defers the handlers of signals until the end of its block, which must be short.
 
-    Python raises it between any two instructions of the main thread: even when a message has been taken from the
-    socket and nobody has noted it yet, or when one worker has got its request and the next has not. An answer lost like
-    that would be awaited in vain by the next call.
+    Python runs them between any two instructions of the main thread, and they may raise, as Ctrl-C's does: even when a
+    message has been taken from the socket and nobody has noted it yet, or when one worker has got its request and the
+    next has not. An answer lost like that would be awaited in vain by the next call.
     """
 
     def __init__(self) -> None:
         self._depth = 0
-        self._previous: Any = None
-        self._was_interrupted = False
-        self._frame: FrameType | None = None
+        self._previous: dict[int, Any] = {}
+        self._noted: list[tuple[int, FrameType | None]] = []
 
     def __enter__(self) -> None:
-        if not self._depth:
-            self._was_interrupted = False
-            # Handlers that are not Python's own cannot be put back, and raise nothing.
-            handler = _signal.getsignal(_SIGINT) if threading.current_thread() is threading.main_thread() else None
-            self._previous = _signal.signal(_SIGINT, self._note) if callable(handler) else None
+        if not self._depth and threading.current_thread() is threading.main_thread():
+            try:
+                for number in _NUMBERS:
+                    handler = _signal.getsignal(number)
+                    # Handlers that are not Python's own cannot be put back, and raise nothing.
+                    if callable(handler) and handler != self._note:
+                        self._previous[number] = handler
+                        _signal.signal(number, self._note)
+            except BaseException:  # By one that is not deferred yet.
+                self._put_back()
+                raise
         self._depth += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._depth -= 1
-        if self._depth or self._previous is None:
+        if self._depth or not self._previous:
             return
-        _signal.signal(_SIGINT, self._previous)
-        if self._was_interrupted:
-            frame, self._frame = self._frame, None
-            self._previous(_SIGINT, frame)
+        try:
+            self._put_back()
+        except BaseException:  # By one that is not deferred any more.
+            self._put_back()
+            raise
+        finally:
+            self._run_noted()
 
-    def _note(self, _number: int, frame: FrameType | None) -> None:
-        self._was_interrupted, self._frame = True, frame
+    def _put_back(self) -> None:
+        for number, handler in reversed(self._previous.items()):  # Ctrl-C, the commonest, is deferred longest.
+            _signal.signal(number, handler)
+        self._previous.clear()
+
+    def _run_noted(self) -> None:
+        if self._noted:
+            number, frame = self._noted.pop(0)
+            try:
+                _signal.getsignal(number)(number, frame)
+            finally:
+                self._run_noted()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted.append((number, frame))

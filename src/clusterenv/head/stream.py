@@ -58,6 +58,56 @@ class Stream:
 
     Attributes:
         values: Per-call values for the policy; changes take effect with the rollouts that are asked for next.
+    """
+
+    def __init__(self, envs: object, flow: Flow) -> None:
+        """Hand out what comes; `envs` are not closed for being forgotten while somebody holds this object."""
+        self._envs = envs
+        self._flow = flow
+        self.values = flow.values
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it goes on."""
+        return self._flow.is_open
+
+    def __iter__(self) -> Self:
+        """Return the stream itself."""
+        return self
+
+    def __next__(self) -> Rollout:
+        """Return the next rollout; while the caller was away, its agent may have learned.
+
+        Raises:
+            WorkerFailed: An environment or the policy raised; the stream has ended.
+            WorkerLost: A worker is lost, and is not to be replaced, or was too often; the stream has ended.
+        """
+        self._flow.values = self.values
+        return self._flow.take()
+
+    def close(self) -> None:
+        """End the stream; rollouts that were made and not delivered are thrown away, and counted."""
+        self._flow.close()
+
+    def __enter__(self) -> Self:
+        """Return the stream itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End it."""
+        self.close()
+
+
+class Flow:
+    """What a stream consists of: workers that are asked for rollouts, and those that have come.
+
+    The workers' answers lead here, and from here nothing leads to the environments: whoever forgets these ends the
+    workers, and a stream that was left in the middle with them.
+
+    Attributes:
+        values: Per-call values for the policy; changes take effect with the rollouts that are asked for next.
         is_open: Whether it goes on.
     """
 
@@ -104,17 +154,8 @@ class Stream:
         self._send_weights([worker for worker in pulls if worker.is_ready])
         self._supply()
 
-    def __iter__(self) -> Self:
-        """Return the stream itself."""
-        return self
-
-    def __next__(self) -> Rollout:
-        """Return the next rollout; while the caller was away, its agent may have learned.
-
-        Raises:
-            WorkerFailed: An environment or the policy raised; the stream has ended.
-            WorkerLost: A worker is lost, and is not to be replaced, or was too often; the stream has ended.
-        """
+    def take(self) -> Rollout:
+        """Return the next rollout; see `Stream.__next__`."""
         if not self.is_open:
             raise StopIteration
         with self._owner:
@@ -160,16 +201,6 @@ class Stream:
     def abandon(self) -> None:
         """Note that the environments were closed, and the stream with them."""
         self.is_open = False
-
-    def __enter__(self) -> Self:
-        """Return the stream itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End it."""
-        self.close()
 
     def _begin_anew(self) -> None:
         """Send the workers a policy whose structure has changed; rollouts that are made already stay."""

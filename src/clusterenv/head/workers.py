@@ -13,7 +13,7 @@ from typing import Protocol
 from gymnasium.vector import AutoresetMode
 
 from clusterenv.config import Timeouts
-from clusterenv.errors import CallTimeout, LaunchError, WireError
+from clusterenv.errors import CallTimeout, ClusterEnvError, LaunchError, WireError
 from clusterenv.head.calls import Calls, Event, Gone, Joined, Missed, log_of
 from clusterenv.head.failure import failure_of
 from clusterenv.head.infos import StepReader
@@ -397,7 +397,7 @@ class Workers:
         def on_reply(request: PreparationRequest, _worker: Worker, reply: Reply) -> None:
             nonlocal left
             if isinstance(reply, Failed):
-                self._note_failed_preparation(worker, reply)
+                self._note_failed_preparation(worker, failure_of(worker, reply))
                 return
             request.accept(reply)
             left -= 1
@@ -419,7 +419,10 @@ class Workers:
             if not left:
                 self._note_prepared(worker)
 
-        ask(self.preparation.requests(worker, action.stage))
+        try:
+            ask(self.preparation.requests(worker, action.stage))
+        except OSError as error:  # There is no memory, or no descriptor, for what it would be given.
+            self._note_failed_preparation(worker, LaunchError(f"It could not be given what it needs: {error}"))
 
     def _note_prepared(self, worker: Worker) -> None:
         self.supervisor.prepared(worker, time.monotonic())
@@ -431,8 +434,7 @@ class Workers:
             if self.stream is not None:
                 self.stream.on_ready(worker)
 
-    def _note_failed_preparation(self, worker: Worker, failed: Failed) -> None:
-        failure = failure_of(worker, failed)
+    def _note_failed_preparation(self, worker: Worker, failure: ClusterEnvError) -> None:
         if worker.has_served or worker.lost_at is not None:
             self._lose(worker, f"its replacement could not be prepared: {failure}")
         else:

@@ -167,16 +167,25 @@ class WorkerProcess:
 def open_offer(offer: Offer) -> memoryview | None:
     """Open the head's memory; None if it is not reachable from this process."""
     try:
-        descriptor = os.open(offer.address, os.O_RDWR | os.O_CLOEXEC)
+        return open_memory(offer)
     except OSError:
         return None
+
+
+def open_memory(offer: Offer) -> memoryview:
+    """Open the head's memory.
+
+    Raises:
+        OSError: Why it cannot be.
+    """
+    descriptor = os.open(offer.address, os.O_RDWR | os.O_CLOEXEC)
     try:
         whole = _map_file(descriptor)
-    except OSError:
-        return None
     finally:
         os.close(descriptor)
-    return whole[_NONCE_BYTES:] if bytes(whole[: len(offer.nonce)]) == offer.nonce else None
+    if bytes(whole[: len(offer.nonce)]) != offer.nonce:
+        raise OSError(f"{offer.address} is not the head's memory here")
+    return whole[_NONCE_BYTES:]
 
 
 def _map_file(descriptor: int) -> memoryview:

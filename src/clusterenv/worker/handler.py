@@ -38,7 +38,7 @@ from clusterenv.wire.messages import (
     Step,
     Stepped,
 )
-from clusterenv.wire.shared import open_offer
+from clusterenv.wire.shared import open_memory, open_offer
 from clusterenv.worker.episode_player import Task
 from clusterenv.worker.infos import complete
 from clusterenv.worker.recording import ShardRecorder
@@ -161,7 +161,11 @@ class Handler:
     def _adopt(self, request: Adopt, weights: memoryview | None) -> Adopted:
         self._load_error = None
         policy, self._weights_spec = unpickle(request.code)
-        self._weights_memory = None if request.weights is None else open_offer(request.weights)
+        self._weights_memory = None
+        if request.weights is not None:
+            # A worker that is elsewhere, or takes over, is sent them as well.
+            must_open = self._shares_memory and weights is None
+            self._weights_memory = (open_memory if must_open else open_offer)(request.weights)
         self._blocks.clear()
         self._kept = None
         decoded = self._weights_spec.decode(self._newest(weights))
@@ -247,9 +251,8 @@ class Handler:
         if key not in self._blocks:
             while len(self._blocks) >= _MAX_BLOCKS:
                 del self._blocks[next(iter(self._blocks))]
-            memory = None if request.memory is None else open_offer(request.memory)
-            if memory is None:
-                raise OSError("The head's memory for rollouts cannot be opened here, though its other memory could.")
+            assert request.memory is not None, "it is offered to all who share memory"
+            memory = open_memory(request.memory)
             if request.is_own:
                 block = spec.make(num_steps, num_rows, shared_allocator(memory))
             else:
