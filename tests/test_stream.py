@@ -112,10 +112,13 @@ def test_large_weights_reach_the_workers_one_after_another_and_labels_stay_true(
     with ClusterEnv("CartPole-v1", 4, **remote, sync=EveryUpdate()) as envs:
         envs.reset(seed=1)
         with envs.stream(agent, 8) as stream:
+            copies = []
             for rollout in itertools.islice(stream, 6):
+                copies.append(rollout.stats["bytes_weights"] / agent.ballast.nbytes)
                 expect_labelled(rollout, history)
                 agent.nudge()
                 history[len(history) + 1] = agent.matrix.copy()
+            assert 1 in np.round(copies, 2)  # And not always two at once.
             newest = [rollout for rollout in itertools.islice(stream, 40) if (rollout.ages == 0).all()]
             assert {index for rollout in newest for index in rollout.env_indices.tolist()} == set(range(4))
 
@@ -130,8 +133,8 @@ def test_a_stream_that_ends_before_all_have_their_weights_leaves_nobody_with_oth
             expect_labelled(next(stream), history)
             agent.nudge()
             history[version] = agent.matrix.copy()
-        rollout = envs.rollout(agent, 8)  # All have pulled version 3, and the fourth is only one ahead of that.
-        assert rollout.versions.tolist() == [3, 3, 3, 3]
+        rollout = envs.rollout(agent, 8)  # Who was sent version 3 is only one behind; who was not has the newest.
+        assert set(rollout.versions.tolist()) <= {3, 4}
         expect_labelled(rollout, history)
 
 

@@ -54,11 +54,6 @@ class Holdings:
         held.holders[worker] = None
         worker.policy.given.append(held)
 
-    def catch_up(self, worker: Worker) -> None:
-        """Note that a worker whose pull had to wait is sent the newest version, though it was to get an older one."""
-        if worker.policy.version < self.newest:
-            self.give(worker, self.newest)
-
     def take_back(self, worker: Worker, number: int) -> None:
         """Note that what a worker was given has not reached it, and it still holds this version.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -48,8 +48,8 @@ class Pulls:
             if worker.is_ready:
                 self.note(worker, Reason.FIRST)
 
-    def judge(self, can_take: Callable[[Worker], bool] = lambda worker: True) -> list[Worker]:
-        """Judge every version that is held and was not judged since there is a newer one; count who pulls.
+    def judge(self, can_take: Callable[[Worker], bool] = lambda worker: True) -> dict[Worker, Reason]:
+        """Judge every version that is held and was not judged since there is a newer one.
 
         One that nobody has said anything of yet was taken only just now: it is judged when somebody has, unless its
         holders have fallen behind as far as the rule lets anybody. If the rule lets them fall behind forever, those who
@@ -59,18 +59,16 @@ class Pulls:
             can_take: Tells of a ready worker whether it can be sent weights.
 
         Returns:
-            Those that take the newest version.
+            Those that are to take the newest version, and why. `note_all` says that they do.
         """
         newest = self._holdings.newest
         behind = [held for held in self._holdings.versions.values() if held.number < newest > held.judged]
-        pulls: list[Worker] = []
+        pulls: dict[Worker, Reason] = {}
         for held, takers, verdict in self._judge_in_order(behind, can_take):
             held.judged = newest
             if verdict.pulls:
                 takers = takers[: verdict.at_most]
-                for worker in takers:
-                    self.note(worker, verdict.reason)
-                pulls += takers
+                pulls |= dict.fromkeys(takers, verdict.reason)
                 if takers and held.compared == newest:  # The least of them comes last.
                     self._stats.threshold = held.divergence
         self._stats.age = self._holdings.age
@@ -85,14 +83,21 @@ class Pulls:
         """Whether a version that could not be judged, for want of rows, can be now."""
         return held.number < self._holdings.newest > held.judged and bool(held.num_rows) and bool(held.holders)
 
-    def pull_exempt(self) -> list[Worker]:
-        """Count and return the workers that pull every version, because that takes less time than to judge them."""
+    def find_exempt(self) -> dict[Worker, Reason]:
+        """Return the workers that pull every version, because that takes less time than to judge them."""
         behind = self._holdings.farther_behind(0)
-        return self._note_ready([worker for worker in behind if self._probing.is_exempt(worker)], Reason.SHARED)
+        return {worker: Reason.SHARED for worker in behind if worker.is_ready and self._probing.is_exempt(worker)}
 
-    def insist(self, workers: Sequence[Worker]) -> list[Worker]:
-        """Let workers pull that are too far behind for their work to be used; returns those that are ready."""
-        return self._note_ready(workers, Reason.LAG)
+    def find_late(self, lag: float) -> dict[Worker, Reason]:
+        """Return the workers that are too far behind for their work to be used."""
+        return {worker: Reason.LAG for worker in self._holdings.farther_behind(lag) if worker.is_ready}
+
+    def note_all(self, wanted: Mapping[Worker, Reason]) -> set[Worker]:
+        """Note that workers are given the newest version, and count it; returns who."""
+        for worker, reason in wanted.items():
+            self.note(worker, reason)
+        self._stats.age = self._holdings.age
+        return set(wanted)
 
     def note(self, worker: Worker, reason: Reason, version: int | None = None) -> None:
         """Note that a worker is given a version, the newest unless another one is named, and count it."""
@@ -116,12 +121,6 @@ class Pulls:
         since = self._holdings.newest - max(worker.policy.counted, self._counted)
         worker.policy.counted = self._holdings.newest
         self._count_needed(min(max(since, 0), at_most))
-
-    def _note_ready(self, workers: Sequence[Worker], reason: Reason) -> list[Worker]:
-        ready = [worker for worker in workers if worker.is_ready]
-        for worker in ready:
-            self.note(worker, reason)
-        return ready
 
     def _count_needed(self, num_pulls: int) -> None:
         self._stats.note_needed(num_pulls, round(num_pulls * self._pull_bytes()))

@@ -20,6 +20,7 @@ from clusterenv.head.remote import Remote
 from clusterenv.head.rollouts import Rollouts, ShardRollout, check_summary
 from clusterenv.head.worker import AskedRollout, Worker
 from clusterenv.policy.policy import Policy
+from clusterenv.policy.sync import Reason
 from clusterenv.rollout import Rollout
 from clusterenv.wire import values as codec
 from clusterenv.wire.board import digest_of
@@ -143,7 +144,7 @@ class Flow:
         self._num_ready_envs = 0
         # Workers to see to: to look at all of them after every message takes long.
         self._due = dict.fromkeys(worker for worker in remote.workers if worker.is_ready)
-        self._unsent: dict[Worker, None] = {}  # Those that pull, and wait until it is their turn.
+        self._unsent: dict[Worker, Reason] = {}  # Those that are to pull, and wait until it is their turn.
         self._room_bytes = _AHEAD_BYTES
         self._digested: tuple[int, bytes] | None = None
         self._must_judge = False
@@ -182,7 +183,6 @@ class Flow:
                 self._supply()  # Workers must not wait for the learner to come back.
             except BaseException:
                 self._versions.forget_policy()  # Nobody knows which weights the workers hold.
-                self._unsent.clear()
                 self.close()
                 raise
             return self._assemble(group)
@@ -223,9 +223,10 @@ class Flow:
         self._must_judge = True
 
     def on_end(self) -> None:
-        """Send what workers wait for: whatever comes next counts on their having it."""
-        while self._unsent:
-            self._send_next()
+        """Let whatever comes next decide anew about those whose turn has not come."""
+        for worker in self._unsent:
+            self._pulls.judge_again(worker)
+        self._unsent.clear()
 
     def _supply(self) -> None:
         """Give workers new weights if they need them, and rollouts to make."""
@@ -235,8 +236,6 @@ class Flow:
         if self._must_judge:
             self._must_judge = False
             self._renew()
-        if self._unsent:
-            self._versions.encode_newest()  # Before the learner goes on to change them.
         while self._unsent and self._room_bytes > 0:
             self._send_next()
         due, self._due = self._due, {}
@@ -247,8 +246,10 @@ class Flow:
 
     def _renew(self) -> None:
         """Find out which workers need the newest weights."""
-        late = self._pulls.insist(list(filter(self._can_pull, self._holdings.farther_behind(self._max_lag))))
-        self._unsent.update(dict.fromkeys([*late, *self._pulls.judge(self._can_pull)]))
+        late = self._pulls.find_late(self._max_lag)
+        wanted = {worker: reason for worker, reason in late.items() if self._can_pull(worker)}
+        self._unsent |= wanted
+        self._unsent |= self._pulls.judge(self._can_pull)
 
     def _can_pull(self, worker: Worker) -> bool:
         return _can_take(worker) and worker not in self._unsent
@@ -281,11 +282,13 @@ class Flow:
         Not to all at once: a thousand copies would hold up the rollouts that come in meanwhile. There is room for some,
         and then for another one with every rollout.
         """
-        workers = self._remote.machines.find_mates(next(iter(self._unsent)), self._unsent)
+        first = next(iter(self._unsent))
+        if not first.is_ready:  # All have been ended, because they have been there for as long as they may.
+            del self._unsent[first]
+            return
+        workers = self._remote.machines.find_mates(first, self._unsent)
         with self._remote.deferred:
-            for worker in workers:
-                del self._unsent[worker]
-                self._holdings.catch_up(worker)
+            self._pulls.note_all({worker: self._unsent.pop(worker) for worker in workers})
             num_sent = self._send_weights(workers)
             self._versions.note_sent(num_sent)
             self._room_bytes -= num_sent * self._holdings.spec.size_bytes

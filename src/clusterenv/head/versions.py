@@ -62,9 +62,9 @@ class Versions:
             self._adopt(policy, arguments)
             return set()
         self.pulls.count_version()
-        pulls = {*self.pulls.pull_exempt(), *self.pulls.judge()}
+        pulls = self.pulls.note_all(self.pulls.find_exempt()) | self.pulls.note_all(self.pulls.judge())
         if for_all:
-            pulls.update(self.pulls.insist(holdings.farther_behind(0)))
+            pulls |= self.pulls.note_all(self.pulls.find_late(0))
         if pulls:
             self.note_sent(self._backend.load(holdings.spec, policy.weights(), holdings.newest, pulls))
         for worker in pulls:  # Nothing is under way: what they make next they make with these.

@@ -47,7 +47,7 @@ class StreamUser(Protocol):
         """Note that a worker can be asked."""
 
     def on_end(self) -> None:
-        """Bring to an end what workers wait for."""
+        """Note that another call ends the stream."""
 
 
 class PlainStep:
