@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import itertools
@@ -323,6 +324,20 @@ def test_what_only_a_worker_has_changed_stays_its_own(envs: Any) -> None:
     second = envs.rollout(agent, 3)
     assert (second.versions == first.versions + 1).all()
     assert (np.diff(np.concatenate([first.calls, second.calls]), axis=0) == 1).all()
+
+
+def test_what_python_itself_notes_on_a_class_is_no_change(envs: Any) -> None:
+    class Agent(BasePolicy):
+        def __init__(self) -> None:
+            self.matrix = np.ones((4, 2), np.float32)
+
+        def act(self, obs: Any, state: Any = None, call: Any = None) -> Decision:
+            return Decision(np.argmax(obs @ self.matrix, axis=-1), {})
+
+    agent = Agent()
+    first = envs.rollout(agent, 3)
+    copy.copy(agent)  # The first copy of an instance adds __slotnames__ to its class.
+    assert (envs.rollout(agent, 3).versions == first.versions).all()
 
 
 def test_every_agent_of_a_class_sees_what_the_class_refers_to(envs: Any) -> None:

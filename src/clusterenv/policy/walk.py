@@ -235,7 +235,7 @@ class Walk:
         for base in cls.__mro__[:-1]:
             if not is_by_value(base):
                 continue
-            self.containers.append(vars(base))
+            self.containers.append(_ClassAttributes(base))
             for name, value in list(vars(base).items()):
                 if isinstance(value, MemberDescriptorType | GetSetDescriptorType):
                     continue  # How slots are read: instances have the values.
@@ -271,6 +271,18 @@ class Walk:
             return
         self.deep.append((place, path))
         self.slots.append((place, path))
+
+
+class _ClassAttributes:
+    """The attributes of a class, to be counted, without those that Python itself adds when it first needs them."""
+
+    _ADDED = ("__slotnames__", "__annotations__", "__annotations_cache__")
+
+    def __init__(self, cls: type) -> None:
+        self._attributes = vars(cls)
+
+    def __len__(self) -> int:
+        return len(self._attributes) - sum(name in self._attributes for name in self._ADDED)
 
 
 class _Cells:
