@@ -665,6 +665,21 @@ def test_a_single_number_of_a_large_array_is_noticed(envs: Any, order: Any, capl
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize("distance", [1, 1021, 10_000])
+def test_changes_of_a_large_array_that_cancel_out_are_noticed(envs: Any, distance: int) -> None:
+    table = np.zeros(20_000)
+    table[101] = 1.0
+    there = [101, 101 + distance]
+    agent = by(lambda: int(table[101] > 0))
+    assert (envs.rollout(agent, 2).actions == 1).all()
+    table[there] = table[there[::-1]]
+    assert (envs.rollout(agent, 2).actions == 0).all()
+    table[there] = table[there[::-1]]
+    assert (envs.rollout(agent, 2).actions == 1).all()
+    table[there] *= -1.0  # Two signs, the highest bits: these add up to nothing.
+    assert (envs.rollout(agent, 2).actions == 0).all()
+
+
 def test_sparse_changes_of_a_very_large_array_are_announced_and_published(
     backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,7 @@ SMALL_BYTES = 1 << 16
 
 _NUM_SAMPLES = 1024  # Numbers of a large array that are compared.
 _MAX_SUMMED_BYTES = 1 << 24  # Half a millisecond.
+_ROW_WORDS = 1021  # A prime: changes that keep to the rows of a user's table do not keep to these.
 
 
 class ArrayKind(Protocol):
@@ -98,10 +99,14 @@ def is_sampled(array: Array) -> bool:
 
 
 def summed(array: Array) -> Callable[[], bytes]:
-    """Return what adds up the bits of an array in its own memory: some 20 microseconds for a megabyte."""
+    """Return what adds up the bits of an array in its own memory: some 35 microseconds for a megabyte.
+
+    They are added up both ways in rows of words, so that changes of up to three words never cancel out.
+    """
     octets = (array if array.flags.c_contiguous else array.T).reshape(-1).view(np.uint8)
-    words, rest = octets[: array.nbytes // 8 * 8].view(np.uint64), octets[array.nbytes // 8 * 8 :]
-    return lambda: words.sum().tobytes() + rest.tobytes()
+    end = array.nbytes - array.nbytes % (8 * _ROW_WORDS)
+    rows, rest = octets[:end].view(np.uint64).reshape(-1, _ROW_WORDS), octets[end:]
+    return lambda: rows.sum(axis=0).tobytes() + rows.sum(axis=1).tobytes() + rest.tobytes()
 
 
 def _sampler(array: Array) -> Callable[[], bytes]:
@@ -109,10 +114,6 @@ def _sampler(array: Array) -> Callable[[], bytes]:
     if array.nbytes < SMALL_BYTES:
         return array.tobytes
     if array.flags.c_contiguous or array.flags.f_contiguous:
-        view = sample(array if array.flags.c_contiguous else array.T)
-        if is_sampled(array):
-            return view.tobytes
-        total = summed(array)
-        return lambda: total() + view.tobytes()
+        return sample(array if array.flags.c_contiguous else array.T).tobytes if is_sampled(array) else summed(array)
     where = np.unravel_index(np.arange(0, array.size, max(1, array.size // _NUM_SAMPLES)), array.shape)
     return lambda: array[where].tobytes()
