@@ -156,6 +156,17 @@ def test_every_way_to_write_weights_is_noticed(change: Callable[[Agent], None]) 
     assert policy.stamp() == policy.stamp()
 
 
+@pytest.mark.parametrize("size", [16, 200], ids=["small", "large"])
+@pytest.mark.parametrize("layout", [lambda weight: weight, lambda weight: weight.T], ids=["as made", "transposed"])
+def test_numbers_that_are_swapped_unknown_to_torch_are_noticed(size: int, layout: Any) -> None:
+    agent = nn.Linear(size, size)
+    agent.weight = nn.Parameter(layout(torch.rand(size, size)))
+    policy = TorchPolicy(agent, output="logits")
+    stamp = policy.stamp()
+    agent.weight.data[3, [5, 7]] = agent.weight.data[3, [7, 5]]
+    assert policy.stamp() != stamp
+
+
 def test_acting_changes_neither_the_weights_nor_the_mode_of_the_agent(obs: Obs) -> None:
     class Normed(Discrete):
         def __init__(self) -> None:

@@ -14,7 +14,7 @@ from torch.distributions import Distribution as TorchDistribution
 from torch.nn.utils import parametrize
 
 from clusterenv.errors import PolicyError
-from clusterenv.policy.array_kinds import SMALL_BYTES, is_sampled, sample, summed
+from clusterenv.policy.array_kinds import NUMPY
 from clusterenv.policy.contents import Contents, Delivered
 from clusterenv.policy.distribution import Array, Floats
 from clusterenv.policy.policy import State, Tree, map_tree
@@ -126,14 +126,13 @@ class ChangeDetector:
     """Detects that tensors may have changed.
 
     Tensors count their in-place writes, but not those through `.data`, through numpy, or by a fused optimizer; so
-    their numbers are compared as well: all of small ones, some of large ones.
+    their numbers are compared as well: all of small ones, sums or some of large ones.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._identity: tuple[int, ...] = ()
-        self._samples: list[Array] = []
-        self._sums: list[Callable[[], bytes]] = []
+        self._read: Callable[[], Hashable] = NUMPY.watch([])
         self._device_samples: list[torch.Tensor] = []
 
     def stamp(self) -> Hashable:
@@ -142,20 +141,16 @@ class ChangeDetector:
         if identity != self._identity:
             self._identity = identity
             self._sample()
-        numbers = b"".join([some.tobytes() for some in self._samples] + [read() for read in self._sums])
+        numbers = b""
         if self._device_samples:  # One copy for all of them, because each copy waits for the device.
-            numbers += torch.cat(self._device_samples).cpu().numpy().tobytes()
-        return identity, tuple([tensor._version for tensor in self._tensors]), numbers
+            numbers = torch.cat(self._device_samples).cpu().numpy().tobytes()
+        return identity, tuple([tensor._version for tensor in self._tensors]), self._read(), numbers
 
     def _sample(self) -> None:
-        self._samples, self._sums, self._device_samples = [], [], []
+        self._read = NUMPY.watch([_raw_array(tensor) for tensor in self._tensors if tensor.device.type == "cpu"])
+        self._device_samples = []
         for tensor in self._tensors:
-            if tensor.device.type == "cpu":
-                array = _raw_array(tensor)
-                self._samples.append(sample(array))
-                if array.nbytes >= SMALL_BYTES and not is_sampled(array):
-                    self._sums.append(summed(array))
-            elif tensor.is_floating_point():
+            if tensor.device.type != "cpu" and tensor.is_floating_point():
                 step = max(1, tensor.numel() // _SAMPLES_PER_TENSOR)
                 self._device_samples.append(tensor.detach().reshape(-1)[::step].float())
 
