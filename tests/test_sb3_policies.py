@@ -78,10 +78,13 @@ def test_a_lambda_around_predict_follows_the_model() -> None:
             assert (envs.rollout(agent, 3).actions == choice).all()
 
 
-def test_a_model_behind_a_vec_normalize_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    wrapped = vec_env.VecNormalize(vec_env.DummyVecEnv([lambda: gym.make("CartPole-v1")]))
+@pytest.mark.parametrize("norm_obs", [True, False])
+def test_a_model_whose_observations_are_normalised_on_the_head_is_warned_of(
+    norm_obs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapped = vec_env.VecNormalize(vec_env.DummyVecEnv([lambda: gym.make("CartPole-v1")]), norm_obs=norm_obs)
     as_policy(sb3.PPO("MlpPolicy", wrapped, device="cpu"))
-    assert "VecNormalize" in caplog.text
+    assert ("VecNormalize" in caplog.text) == norm_obs
 
 
 def test_what_is_not_understood_is_refused_in_a_sentence() -> None:

@@ -34,7 +34,8 @@ def sb3_policy(agent: BaseAlgorithm | SB3Policy) -> TorchPolicy:
         PolicyError: It is of another kind.
     """
     policy: Any = agent.policy if isinstance(agent, BaseAlgorithm) else agent
-    if isinstance(agent, BaseAlgorithm) and agent.get_vec_normalize_env() is not None:
+    normalizer = agent.get_vec_normalize_env() if isinstance(agent, BaseAlgorithm) else None
+    if normalizer is not None and normalizer.norm_obs:
         log.warning(
             "The model was trained behind a VecNormalize, which stays on the head: workers give it raw observations. "
             "Normalise them on the workers: docs/how-to/normalise.md."
