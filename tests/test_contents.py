@@ -368,6 +368,26 @@ def test_every_agent_of_a_class_sees_what_the_class_refers_to(envs: Any) -> None
         assert all(vars(cls)[name] is value for name, value in methods.items()), "the user's own class is not touched"
 
 
+def test_values_of_a_call_are_of_the_classes_that_the_agent_knows(envs: Any) -> None:
+    class Mode(enum.Enum):
+        LEFT = 0
+        RIGHT = 1
+
+    @dataclass(frozen=True)
+    class Settings:
+        mode: Mode
+
+    def agent(obs: Any, settings: Any = None, mode: Mode = Mode.LEFT) -> Any:
+        is_right = mode is Mode.RIGHT and settings == Settings(Mode.RIGHT)
+        return np.full(len(obs), int(is_right))
+
+    values = {"settings": Settings(Mode.RIGHT), "mode": Mode.RIGHT}
+    assert (envs.rollout(agent, 2, values=values).actions == 1).all()
+    assert (envs.rollout(agent, 2, values={**values, "mode": Mode.LEFT}).actions == 0).all()
+    always_right, always_left = envs.evaluate(agent, 1, seed=0, values=values), envs.evaluate(agent, 1, seed=0)
+    assert always_right.returns[0] != always_left.returns[0], "which way it leans decides when the pole falls"
+
+
 def test_an_agent_that_remembers_has_seen_nothing_before_its_first_step(envs: Any) -> None:
     class Counting:
         def __init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import cloudpickle
 from numpy.typing import NDArray
 
-from clusterenv.head.acting import pickle_policy
+from clusterenv.head.acting import pickle_arguments, pickle_policy
 from clusterenv.head.backend import Instructions
 from clusterenv.head.dealer import Dealer
 from clusterenv.head.evaluating import Finished, read_finished
@@ -20,6 +20,7 @@ from clusterenv.head.outcome import Collection, Outcome
 from clusterenv.head.worker import Worker, WorkerState
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.probes import Probes, pack
+from clusterenv.policy.stripping import SCALARS, carries_classes
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.rollout import Rollout
 from clusterenv.wire import values as codec
@@ -165,7 +166,8 @@ class Inline:
         # Made as a worker's is: what would not reach a worker must not reach this one.
         weights = spec.decode(spec.encode(policy.weights()))
         code = cloudpickle.dumps(policy)
-        self._shard.adopt(unpickle(code), version, weights, arguments, copy=lambda: unpickle(code))
+        pickled = pickle_arguments(arguments)
+        self._shard.adopt(unpickle(code), version, weights, pickled, copy=lambda: unpickle(code))
         self._rollout = None
         return 1
 
@@ -236,7 +238,11 @@ class Inline:
         """Take new weights, if any; returns how many probes are wanted, and the values for the policy."""
         if instructions.pulls:
             self._shard.load(instructions.version, self._weights)
-        return instructions.num_probes.get(self.workers[0], 0), instructions.arguments
+        arguments = instructions.arguments
+        pickled = None if SCALARS.issuperset(map(type, arguments.values())) else pickle_arguments(arguments)
+        if pickled is not None and carries_classes(pickled):
+            arguments = self._shard.read_values(pickled)  # The policy has copies of these classes.
+        return instructions.num_probes.get(self.workers[0], 0), arguments
 
 
 def _pack(probes: Probes | None) -> bytes | None:

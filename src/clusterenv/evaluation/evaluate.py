@@ -25,6 +25,7 @@ from clusterenv.evaluation.journal import Journal
 from clusterenv.evaluation.manifest import describe_here
 from clusterenv.evaluation.progress import Progress
 from clusterenv.evaluation.result import Evaluation
+from clusterenv.head.acting import pickle_arguments
 from clusterenv.head.dealer import Dealer
 from clusterenv.head.evaluating import Finished
 from clusterenv.policy.contents import VALUES, Contents
@@ -117,7 +118,7 @@ def evaluate(backend: PlayingBackend, scene: Scene, policy: Policy, agent: objec
         policy=policy,
         weights_spec=spec,
         weights=weights,
-        values=given,
+        values=pickle_arguments(given),
         max_steps=max_steps or _ENDLESS_STEPS,
         seed=episodes[0].seed,
     )

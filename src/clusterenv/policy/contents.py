@@ -197,12 +197,13 @@ class Delivered:
 
     Attributes:
         payload: The objects.
+        classes: Those that it does not import, but has of its own.
     """
 
     def __init__(self, packed: bytes) -> None:
-        self._classes: dict[str, type] = {}
+        self.classes: dict[str, type] = {}
         try:
-            self.payload, self._slots, self._caches, arrays, block = Restorer(packed, self._classes).load()
+            self.payload, self._slots, self._caches, arrays, block = Restorer(packed, self.classes).load()
         except ModuleNotFoundError as error:
             raise PolicyError(
                 f"The agent needs the module {error.name!r}, which cannot be imported here. Install it where workers "
@@ -243,8 +244,21 @@ class Delivered:
         before, self._values = self._values, values
         changed = [index for index, value in enumerate(self._values) if value != before[index]]
         for index in changed:
-            self._slots[index].write(Restorer(self._values[index], self._classes).load())
+            self._slots[index].write(Restorer(self._values[index], self.classes).load())
         return bool(changed)
+
+
+def read_values(policy: object, pickled: bytes | None) -> dict[str, Any]:
+    """Read per-call values for a worker's copy of an agent: its classes are theirs."""
+    if pickled is None:
+        return {}
+    delivered = getattr(policy, "delivered", None)
+    values: dict[str, Any]
+    if isinstance(delivered, Delivered):
+        values = Restorer(pickled, delivered.classes).load()
+    else:
+        values = pickle.loads(pickled)  # noqa: S301 - from the head
+    return values
 
 
 def _freeze(value: Any, kinds: Sequence[ArrayKind]) -> Hashable:

@@ -161,7 +161,7 @@ class FunctionPolicy(BasePolicy):
         self._signature = Signature(function, num_positional=1, offered="rng")
         self._kinds = kinds
         self._contents: Contents | None = None
-        self._delivered: Delivered | None = None
+        self.delivered: Delivered | None = None
 
     @property
     def contents(self) -> Contents:
@@ -196,12 +196,12 @@ class FunctionPolicy(BasePolicy):
 
     def weights(self) -> dict[str, Array]:
         """Return the arrays and plain values that the function refers to."""
-        return self.contents.weights() if self._delivered is None else self._delivered.weights()
+        return self.contents.weights() if self.delivered is None else self.delivered.weights()
 
     def load(self, weights: Weights) -> None:
         """Overwrite what the function refers to, on a worker."""
-        if self._delivered is not None:
-            self._delivered.load(weights)
+        if self.delivered is not None:
+            self.delivered.load(weights)
 
     def stamp(self) -> Hashable:
         """Return a value that changes with what the function refers to."""
@@ -251,8 +251,8 @@ class _DeliveredPolicy:
     can_remember = True
 
     def __init__(self, packed: bytes) -> None:
-        self._delivered = Delivered(packed)
-        self._policy: Policy = self._delivered.payload
+        self.delivered = Delivered(packed)
+        self._policy: Policy = self.delivered.payload
         self.act, self.distribution = self._policy.act, self._policy.distribution
         self.seed, self.initial_state = self._policy.seed, self._policy.initial_state
         self.stamp = self._policy.stamp
@@ -266,11 +266,11 @@ class _DeliveredPolicy:
         return getattr(self._policy, "chance", None)
 
     def weights(self) -> dict[str, Array]:
-        return {**self._policy.weights(), **self._delivered.weights()}
+        return {**self._policy.weights(), **self.delivered.weights()}
 
     def load(self, weights: Weights) -> None:
-        carried = self._delivered.weights()
-        self._delivered.load({name: weights[name] for name in carried if name in weights})
+        carried = self.delivered.weights()
+        self.delivered.load({name: weights[name] for name in carried if name in weights})
         self._policy.load({name: array for name, array in weights.items() if name not in carried})
 
 
@@ -305,7 +305,7 @@ def _rebuild_function(packed: bytes) -> FunctionPolicy:
     """Make a worker's policy; its arrays are zeros until some are loaded."""
     delivered = Delivered(packed)
     policy = FunctionPolicy(delivered.payload)
-    policy._delivered = delivered
+    policy.delivered = delivered
     return policy
 
 

@@ -58,7 +58,7 @@ class EvaluationPlan:
         policy: To be evaluated; it travels without its weights.
         weights_spec: Describes them (`policy.weights`).
         weights: The weights, encoded.
-        values: Per-call values for the policy.
+        values: Per-call values for the policy, pickled.
         max_steps: Where an episode ends that has not by then.
         seed: Of random choices that are no episode's own.
     """
@@ -67,6 +67,6 @@ class EvaluationPlan:
     policy: Any
     weights_spec: Any
     weights: bytes
-    values: dict[str, Any]
+    values: bytes | None
     max_steps: int
     seed: int

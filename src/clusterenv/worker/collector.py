@@ -83,7 +83,7 @@ class Collector:
     def replace(self, policy: Policy) -> None:
         """Let another policy go on where this one stands; a recurrent one begins without memory."""
         self.version = 0
-        self._policy = policy
+        self.policy = policy
         self._takes_masks = NAME in getattr(policy, "takes", ())
         self._prober = Prober(policy, self._observations, self._rows, self._start)
         self._state: State | None = checked_state(policy.initial_state(self._rows))
@@ -107,7 +107,7 @@ class Collector:
                 for leaf, column in zip(self._observations.leaves, zip(*samples, strict=True), strict=True)
             ]
         )
-        decision = self._policy.act(batch, self._state, self._with_masks(values))
+        decision = self.policy.act(batch, self._state, self._with_masks(values))
         self._choices.check(decision, are_real=False)
         self._check_extras(decision)
         if self._state is not None and decision.state is None:
@@ -116,7 +116,7 @@ class Collector:
                 "return Decision(action, extras, state)."
             )
         extras = self._with_mask_extra(decision.extras)
-        wanted = getattr(self._policy, "wanted", None)
+        wanted = getattr(self.policy, "wanted", None)
         if wanted is not None:
             if unknown := [name for name in wanted if name not in extras]:
                 raise PolicyError(
@@ -138,7 +138,7 @@ class Collector:
         self._pending &= ~mask
         self._ledger.restart(mask, seeds)
         if seed is not None:
-            self._policy.seed(seed)
+            self.policy.seed(seed)
             self._prober.restart()
 
     def name_seeds(self, seeds: Sequence[int | None]) -> None:
@@ -159,7 +159,7 @@ class Collector:
 
     def load(self, version: int, weights: Mapping[str, NDArray[Any]]) -> None:
         """Take new weights."""
-        self._policy.load(weights)
+        self.policy.load(weights)
         self.version = version
 
     def collect(
@@ -268,13 +268,13 @@ class Collector:
 
     def _act(self, observations: list[Any], values: Mapping[str, Any]) -> Decision:
         if self._state is not None:
-            initial = self._policy.initial_state(self._rows)
+            initial = self.policy.initial_state(self._rows)
             assert initial is not None
             self._state = start_episodes(self._state, initial, self._starts)
         before = self._state
         if self._takes_masks:
             values = self._with_masks(values)
-        decision = self._policy.act(self._observations.nest(observations), before, values)
+        decision = self.policy.act(self._observations.nest(observations), before, values)
         self._state, self._before = decision.state, before
         return decision
 

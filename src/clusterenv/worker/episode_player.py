@@ -14,6 +14,7 @@ import numpy as np
 from gymnasium import Env
 from numpy.typing import NDArray
 
+from clusterenv.policy.contents import read_values
 from clusterenv.policy.episode_generator import EpisodeGenerator
 from clusterenv.policy.policy import Decision, Policy, State, start_episodes
 from clusterenv.wire import values
@@ -88,6 +89,7 @@ class EpisodePlayer:
         with self._closing_after_errors(), self._generators.used():
             policy: Policy = plan.policy
             policy.load(plan.weights_spec.decode(plan.weights))
+            self._values = read_values(policy, plan.values)
             policy.seed(plan.seed)
             for seat in self._seats:
                 if seat.is_broken:
@@ -154,7 +156,7 @@ class EpisodePlayer:
                         del queue[position]
                         batch.start(task, self._free.pop())
                         return
-        self._batches.append(_Batch(self._plan, self._spaces, self._forgives, self._tick, self._chance))
+        self._batches.append(_Batch(self._plan, self._values, self._spaces, self._forgives, self._tick, self._chance))
         self._batches[-1].start(queue.popleft(), self._free.pop())
 
     @contextlib.contextmanager
@@ -191,7 +193,13 @@ class _Batch:
     """
 
     def __init__(
-        self, plan: EvaluationPlan, spaces: RunSpaces, forgives: bool, tick: Callable[[], None], chance: Chance
+        self,
+        plan: EvaluationPlan,
+        values: Mapping[str, Any],
+        spaces: RunSpaces,
+        forgives: bool,
+        tick: Callable[[], None],
+        chance: Chance,
     ) -> None:
         self.num_under_way = 0
         self._spaces = spaces
@@ -208,7 +216,7 @@ class _Batch:
         self._rng = EpisodeGenerator(ROWS)
         self._policy: Policy = plan.policy
         self._use_generator = getattr(plan.policy, "use_generator", None)
-        self._values: Mapping[str, Any] = plan.values
+        self._values = values
         self._takes_masks = NAME in getattr(plan.policy, "takes", ())
         self._factory: EnvFactory = plan.factory
         self._max_steps = plan.max_steps

@@ -132,7 +132,7 @@ class Handler:
                 return self._adopt(request, weights), ()
             case Decide():
                 self.load(request.version, weights)
-                arguments = _unpickled(request.arguments) or {}
+                arguments = shard.read_values(request.arguments)
                 return self._stepped(call, *shard.decide(request.buffer, request.num_probes, arguments))
             case Collect():
                 return self._collect(request, weights)
@@ -173,7 +173,7 @@ class Handler:
             policy,
             request.version,
             decoded,
-            _unpickled(request.arguments) or {},
+            request.arguments,
             copy=lambda: unpickle(request.code)[0],
         )
         return Adopted(request.call, list(spec.extras), list(spec.states), self._new_packages())
@@ -223,7 +223,7 @@ class Handler:
 
         size_bytes = sum(array.nbytes for array in block.arrays())
         least_steps = -(-request.num_steps * _PART_BYTES // size_bytes)
-        arguments = _unpickled(request.arguments) or {}
+        arguments = self._shard.read_values(request.arguments)
         summary, probes = self._shard.collect(block, request.num_probes, arguments, on_step)
         packed = None if probes is None else values.dumps(pack(probes))
         version, sent = self._shard.policy_version, block.steps(first, request.num_steps)

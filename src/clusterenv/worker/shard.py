@@ -14,6 +14,7 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
+from clusterenv.policy.contents import read_values
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.probes import Probes
 from clusterenv.wire.assignment import Assignment, EvaluationPlan, RunSpaces
@@ -150,7 +151,7 @@ class Shard:
         policy: Policy,
         version: int,
         weights: Weights,
-        values: Mapping[str, Any],
+        arguments: bytes | None,
         copy: Callable[[], Policy],
     ) -> RolloutLayout:
         """Put a policy beside the environments, in place of an earlier one, and find out what it returns.
@@ -159,7 +160,7 @@ class Shard:
             policy: This shard's own from now on.
             version: Of its weights.
             weights: To load: a policy travels without them.
-            values: Per-call values to try it with.
+            arguments: Per-call values to try it with, pickled.
             copy: Returns another copy of it, to be tried in its place if it may remember what it has seen.
         """
         trial = copy() if getattr(policy, "can_remember", False) else policy
@@ -177,7 +178,7 @@ class Shard:
         self.host.keeps_infos = self._masks.current is not None
         collector.replace(trial)
         collector.load(version, weights)
-        extras, states = collector.rehearse(values)
+        extras, states = collector.rehearse(read_values(trial, arguments))
         if trial is not policy:
             collector.replace(policy)
             collector.load(version, weights)
@@ -199,6 +200,10 @@ class Shard:
     def policy_version(self) -> int:
         """The version of the weights the policy holds."""
         return self._policy().version
+
+    def read_values(self, pickled: bytes | None) -> dict[str, Any]:
+        """Read per-call values for the policy."""
+        return read_values(self._policy().policy, pickled)
 
     def load(self, version: int, weights: Weights) -> None:
         """Give the policy new weights."""

@@ -111,7 +111,7 @@ class TorchPolicy:
         self._inference = self._choose_inference()
         self._has_run = False
         self._contents: Contents | None = None
-        self._delivered: Delivered | None = None
+        self.delivered: Delivered | None = None
         self._read_generation = 0  # The inference was chosen for this one.
         self._program: NumpyProgram | None = None
         self._num_programs = 0
@@ -152,7 +152,7 @@ class TorchPolicy:
     @property
     def is_traceable(self) -> bool:
         """Whether observations and weights alone decide what the module returns."""
-        return self._inference.is_traceable and self._delivered is None
+        return self._inference.is_traceable and self.delivered is None
 
     def beside(self) -> TorchPolicy:
         """Return another policy of the same module, which may be shown other observations than this one."""
@@ -170,8 +170,8 @@ class TorchPolicy:
 
     def named_arrays(self) -> dict[str, torch.Tensor]:
         """Return a copy's tensors by the names of its weights."""
-        assert self._delivered is not None, "this is a copy"
-        arrays = self._delivered.named_arrays()
+        assert self.delivered is not None, "this is a copy"
+        arrays = self.delivered.named_arrays()
         return {name: array for name, array in arrays.items() if isinstance(array, torch.Tensor)}
 
     @property
@@ -199,7 +199,7 @@ class TorchPolicy:
                 return self._run_first(lambda: self._inference.act(obs, state, call, self._randomness))
             return self._inference.act(obs, state, call, self._randomness)
         except Exception as error:
-            arrays = self.weights() if self._delivered is not None else {}
+            arrays = self.weights() if self.delivered is not None else {}
             if lost := [name for name, array in arrays.items() if array.dtype.kind == "f" and np.isnan(array).any()]:
                 raise PolicyError(f"The agent's {lost[0]} holds NaN. Has training diverged?") from error
             if "does not require grad" in str(error):
@@ -216,14 +216,14 @@ class TorchPolicy:
 
     def weights(self) -> dict[str, Array]:
         """Return parameters, buffers and plain values; on a CPU the arrays are the module's own memory."""
-        if self._delivered is not None:
-            return self._delivered.weights()
+        if self.delivered is not None:
+            return self.delivered.weights()
         return self.contents.weights() if self._program is None else self._program.weights(self)
 
     def load(self, weights: Weights) -> None:
-        if self._delivered is None:
+        if self.delivered is None:
             raise PolicyError("Only a worker's copy of a policy is loaded: write to the learner's own agent directly.")
-        if self._delivered.load(weights):
+        if self.delivered.load(weights):
             self._inference = self._choose_inference()  # What was found out may hold no longer.
             self._has_run = False
 
@@ -299,7 +299,7 @@ def _rebuild(packed: bytes) -> TorchPolicy:
     module, functions, output, prepare = delivered.payload.values()
     module.requires_grad_(False)
     policy = TorchPolicy(module, output=output, prepare=prepare, **vars(functions))
-    policy._delivered = delivered
+    policy.delivered = delivered
     return policy
 
 
