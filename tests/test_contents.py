@@ -21,7 +21,7 @@ from torch import nn
 
 from clusterenv import BasePolicy, ClusterEnv, Decision, EveryUpdate, NeverSync
 from clusterenv.adapters.torch import TorchPolicy
-from clusterenv.errors import PolicyError
+from clusterenv.errors import ConfigError, PolicyError
 from tests.conftest import Backend
 
 choice_in_a_global = 0
@@ -386,6 +386,15 @@ def test_values_of_a_call_are_of_the_classes_that_the_agent_knows(envs: Any) -> 
     assert (envs.rollout(agent, 2, values={**values, "mode": Mode.LEFT}).actions == 0).all()
     always_right, always_left = envs.evaluate(agent, 1, seed=0, values=values), envs.evaluate(agent, 1, seed=0)
     assert always_right.returns[0] != always_left.returns[0], "which way it leans decides when the pole falls"
+
+
+def test_values_that_cannot_be_sent_are_refused(envs: Any) -> None:
+    def agent(obs: Any, lock: Any) -> Any:
+        return np.zeros(len(obs), int)
+
+    for call in (envs.rollout, envs.evaluate):
+        with pytest.raises(ConfigError, match=r"values hold something that cannot be sent to workers: .*lock"):
+            call(agent, 2, values={"lock": threading.Lock()})
 
 
 def test_an_agent_that_remembers_has_seen_nothing_before_its_first_step(envs: Any) -> None:

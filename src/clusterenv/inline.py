@@ -18,9 +18,10 @@ from clusterenv.head.dealer import Dealer
 from clusterenv.head.evaluating import Finished, read_finished
 from clusterenv.head.outcome import Collection, Outcome
 from clusterenv.head.worker import Worker, WorkerState
+from clusterenv.policy.contents import is_delivered, read_values
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.probes import Probes, pack
-from clusterenv.policy.stripping import SCALARS, carries_classes
+from clusterenv.policy.stripping import SCALARS
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.rollout import Rollout
 from clusterenv.wire import values as codec
@@ -166,8 +167,7 @@ class Inline:
         # Made as a worker's is: what would not reach a worker must not reach this one.
         weights = spec.decode(spec.encode(policy.weights()))
         code = cloudpickle.dumps(policy)
-        pickled = pickle_arguments(arguments)
-        self._shard.adopt(unpickle(code), version, weights, pickled, copy=lambda: unpickle(code))
+        self._shard.adopt(lambda: unpickle(code), version, weights, lambda copied: _read(copied, arguments))
         self._rollout = None
         return 1
 
@@ -238,11 +238,14 @@ class Inline:
         """Take new weights, if any; returns how many probes are wanted, and the values for the policy."""
         if instructions.pulls:
             self._shard.load(instructions.version, self._weights)
-        arguments = instructions.arguments
-        pickled = None if SCALARS.issuperset(map(type, arguments.values())) else pickle_arguments(arguments)
-        if pickled is not None and carries_classes(pickled):
-            arguments = self._shard.read_values(pickled)  # The policy has copies of these classes.
-        return instructions.num_probes.get(self.workers[0], 0), arguments
+        return instructions.num_probes.get(self.workers[0], 0), _read(self._shard.policy, instructions.arguments)
+
+
+def _read(policy: Policy, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return per-call values as a worker's policy would read them: an agent's copy has classes of its own."""
+    if SCALARS.issuperset(map(type, arguments.values())) or not is_delivered(policy):
+        return arguments
+    return read_values(policy, pickle_arguments(arguments))
 
 
 def _pack(probes: Probes | None) -> bytes | None:

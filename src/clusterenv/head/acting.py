@@ -11,7 +11,7 @@ import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
-from clusterenv.errors import PolicyError, WireError
+from clusterenv.errors import ConfigError, PolicyError, WireError
 from clusterenv.head.backend import Instructions
 from clusterenv.head.calls import Destination
 from clusterenv.head.failure import naming
@@ -74,7 +74,7 @@ class Acting(Workers):
         Raises:
             PolicyError: The policy cannot be sent, or does not return the same on all workers.
         """
-        code = pickle_policy((policy, spec))
+        code = cloudpickle.dumps((pickle_policy(policy), spec))
         self.settle()
         self.preparation.adoption = None  # Should this fail halfway, no worker is trusted to hold any policy.
         if self._weights is not None:
@@ -265,8 +265,18 @@ class Acting(Workers):
 
 
 def pickle_arguments(arguments: Mapping[str, Any]) -> bytes | None:
-    """Pickle per-call values for a policy; None if there are none."""
-    return cloudpickle.dumps(dict(arguments)) if arguments else None
+    """Pickle per-call values for a policy; None if there are none.
+
+    Raises:
+        ConfigError: They cannot be sent.
+    """
+    try:
+        return cloudpickle.dumps(dict(arguments)) if arguments else None
+    except Exception as error:
+        raise ConfigError(
+            f"values hold something that cannot be sent to workers: {type(error).__name__}: {error}. Give numbers, "
+            "text, arrays, or objects that can be pickled."
+        ) from error
 
 
 def pickle_policy(policy: object) -> bytes:

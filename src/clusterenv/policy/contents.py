@@ -248,14 +248,18 @@ class Delivered:
         return bool(changed)
 
 
-def read_values(policy: object, pickled: bytes | None) -> dict[str, Any]:
-    """Read per-call values for a worker's copy of an agent: its classes are theirs."""
+def is_delivered(policy: Any) -> bool:
+    """Tell whether a policy is a copy that came by value, with classes of its own."""
+    return isinstance(getattr(policy, "delivered", None), Delivered)
+
+
+def read_values(policy: Any, pickled: bytes | None) -> dict[str, Any]:
+    """Read per-call values for a worker's policy, with the classes that it has."""
     if pickled is None:
         return {}
-    delivered = getattr(policy, "delivered", None)
     values: dict[str, Any]
-    if isinstance(delivered, Delivered):
-        values = Restorer(pickled, delivered.classes).load()
+    if is_delivered(policy):
+        values = Restorer(pickled, policy.delivered.classes).load()
     else:
         values = pickle.loads(pickled)  # noqa: S301 - from the head
     return values

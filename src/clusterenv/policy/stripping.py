@@ -99,11 +99,6 @@ def dump(value: Any, kinds: Sequence[ArrayKind]) -> bytes:
     return buffer.getvalue()
 
 
-def carries_classes(pickled: bytes) -> bool:
-    """Tell whether a pickle of cloudpickle's has classes in it that are copied, not imported."""
-    return b"_make_skeleton_" in pickled
-
-
 def _cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 

@@ -133,7 +133,7 @@ class Adopt(_Message, tag=8, frozen=True):
     """Head to worker: this is the policy's structure, and its first weights."""
 
     call: int
-    code: bytes  # cloudpickle of (policy, weights spec)
+    code: bytes  # cloudpickle of (pickled policy, weights spec)
     version: int
     weights: Offer | None  # where this version's weights lie, and later ones' will; None: they follow as a frame
     arguments: bytes | None  # cloudpickle: per-call values to try the policy with

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, assert_never
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
+from clusterenv.policy.contents import read_values
 from clusterenv.policy.probes import Probes, pack
 from clusterenv.policy.weights import WeightsSpec
 from clusterenv.wire import values
@@ -132,7 +133,7 @@ class Handler:
                 return self._adopt(request, weights), ()
             case Decide():
                 self.load(request.version, weights)
-                arguments = shard.read_values(request.arguments)
+                arguments = read_values(shard.policy, request.arguments)
                 return self._stepped(call, *shard.decide(request.buffer, request.num_probes, arguments))
             case Collect():
                 return self._collect(request, weights)
@@ -160,7 +161,7 @@ class Handler:
 
     def _adopt(self, request: Adopt, weights: memoryview | None) -> Adopted:
         self._load_error = None
-        policy, self._weights_spec = unpickle(request.code)
+        code, self._weights_spec = unpickle(request.code)
         self._weights_memory = None
         if request.weights is not None:
             # A worker that is elsewhere, or takes over, is sent them as well.
@@ -170,11 +171,7 @@ class Handler:
         self._kept = None
         decoded = self._weights_spec.decode(self._newest(weights))
         spec = self._shard.adopt(
-            policy,
-            request.version,
-            decoded,
-            request.arguments,
-            copy=lambda: unpickle(request.code)[0],
+            lambda: unpickle(code), request.version, decoded, lambda policy: read_values(policy, request.arguments)
         )
         return Adopted(request.call, list(spec.extras), list(spec.states), self._new_packages())
 
@@ -223,7 +220,7 @@ class Handler:
 
         size_bytes = sum(array.nbytes for array in block.arrays())
         least_steps = -(-request.num_steps * _PART_BYTES // size_bytes)
-        arguments = self._shard.read_values(request.arguments)
+        arguments = read_values(self._shard.policy, request.arguments)
         summary, probes = self._shard.collect(block, request.num_probes, arguments, on_step)
         packed = None if probes is None else values.dumps(pack(probes))
         version, sent = self._shard.policy_version, block.steps(first, request.num_steps)

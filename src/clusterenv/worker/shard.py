@@ -14,7 +14,6 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from clusterenv.errors import PolicyError
-from clusterenv.policy.contents import read_values
 from clusterenv.policy.policy import Policy
 from clusterenv.policy.probes import Probes
 from clusterenv.wire.assignment import Assignment, EvaluationPlan, RunSpaces
@@ -148,25 +147,23 @@ class Shard:
 
     def adopt(
         self,
-        policy: Policy,
+        make: Callable[[], Policy],
         version: int,
         weights: Weights,
-        arguments: bytes | None,
-        copy: Callable[[], Policy],
+        values: Callable[[Policy], Mapping[str, Any]],
     ) -> RolloutLayout:
         """Put a policy beside the environments, in place of an earlier one, and find out what it returns.
 
         Args:
-            policy: This shard's own from now on.
+            make: Returns a copy of it. One is tried; if it may remember what it has seen, another takes its place.
             version: Of its weights.
             weights: To load: a policy travels without them.
-            arguments: Per-call values to try it with, pickled.
-            copy: Returns another copy of it, to be tried in its place if it may remember what it has seen.
+            values: Returns per-call values to try a copy with.
         """
-        trial = copy() if getattr(policy, "can_remember", False) else policy
+        policy = make()
         spaces = self._spaces
         collector = self._collector or Collector(
-            trial,
+            policy,
             self.host,
             (spaces.observation_space, spaces.action_space),
             self._assignment.autoreset_mode,
@@ -176,11 +173,12 @@ class Shard:
             seeds=self._seeds,
         )
         self.host.keeps_infos = self._masks.current is not None
-        collector.replace(trial)
+        collector.replace(policy)
         collector.load(version, weights)
-        extras, states = collector.rehearse(read_values(trial, arguments))
-        if trial is not policy:
-            collector.replace(policy)
+        extras, states = collector.rehearse(values(policy))
+        if getattr(policy, "can_remember", False):
+            policy = make()
+            collector.replace(policy)  # The one that was tried is let go before its successor's weights take memory.
             collector.load(version, weights)
         if self._policy_seed is not None:
             # The second policy since a reset must not repeat the random choices of the first.
@@ -197,13 +195,14 @@ class Shard:
         return self._collector is not None and self._collector.is_stepping
 
     @property
+    def policy(self) -> Policy:
+        """The policy beside the environments."""
+        return self._policy().policy
+
+    @property
     def policy_version(self) -> int:
         """The version of the weights the policy holds."""
         return self._policy().version
-
-    def read_values(self, pickled: bytes | None) -> dict[str, Any]:
-        """Read per-call values for the policy."""
-        return read_values(self._policy().policy, pickled)
 
     def load(self, version: int, weights: Weights) -> None:
         """Give the policy new weights."""
