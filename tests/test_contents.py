@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import gc
 import itertools
 import logging
 import threading
+import weakref
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from clusterenv.errors import ConfigError, PolicyError
 from tests.conftest import Backend
 
 choice_in_a_global = 0
+acted: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @pytest.fixture(params=[0, 1], ids=["in process", "on a worker"])
@@ -41,6 +44,10 @@ class Chooser:
         return np.full(len(obs), self.choice)
 
     __call__ = act
+
+
+def note_acting(agent: Any) -> None:
+    acted.add(agent)
 
 
 class Slotted:
@@ -386,6 +393,24 @@ def test_values_of_a_call_are_of_the_classes_that_the_agent_knows(envs: Any) -> 
     assert (envs.rollout(agent, 2, values={**values, "mode": Mode.LEFT}).actions == 0).all()
     always_right, always_left = envs.evaluate(agent, 1, seed=0, values=values), envs.evaluate(agent, 1, seed=0)
     assert always_right.returns[0] != always_left.returns[0], "which way it leans decides when the pole falls"
+
+
+def test_only_the_copy_that_is_in_use_is_kept() -> None:
+    class Agent(nn.Linear):
+        def forward(self, obs: Any) -> Any:
+            note_acting(self)  # Imported by copies, and so the same function for all of them.
+            self.steps = getattr(self, "steps", 0) + 1  # Not to be replaced by numpy.
+            return super().forward(obs)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with ClusterEnv("CartPole-v1", 2, num_workers=0) as envs:
+            for _ in range(2):
+                envs.rollout(TorchPolicy(Agent(4, 2), output="logits"), 2)
+                assert [agent.steps for agent in acted] == [2], "the one that was tried is gone, and so is the last one"
+    finally:
+        gc.enable()
 
 
 def test_values_that_cannot_be_sent_are_refused(envs: Any) -> None:

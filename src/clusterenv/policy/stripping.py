@@ -65,19 +65,10 @@ class Restorer(pickle.Unpickler):
         found = super().find_class(module, name)
         if module == "cloudpickle.cloudpickle":
             if name in ("_make_skeleton_class", "_make_skeleton_enum"):
-                return functools.partial(self._make_class, found)
+                return functools.partial(_make_class, found, self._classes)
             if name == "_class_setstate":
-                return functools.partial(self._fill_class, found)
+                return functools.partial(_fill_class, found, self._known)
         return found
-
-    def _make_class(self, make: Callable[..., type], *arguments: Any) -> type:
-        *others, identifier, extra = arguments
-        if identifier not in self._classes:
-            self._classes[identifier] = make(*others, None, extra)
-        return self._classes[identifier]
-
-    def _fill_class(self, fill: Callable[[type, Any], type], cls: type, state: Any) -> type:
-        return cls if cls in self._known else fill(cls, state)
 
 
 class Computed:
@@ -97,6 +88,18 @@ def dump(value: Any, kinds: Sequence[ArrayKind]) -> bytes:
     buffer = io.BytesIO()
     Stripper(buffer, kinds, set()).dump(value)
     return buffer.getvalue()
+
+
+# Not methods of a Restorer: it remembers what it finds, and would be part of a cycle with all that it has read.
+def _make_class(make: Callable[..., type], classes: dict[str, type], *arguments: Any) -> type:
+    *others, identifier, extra = arguments
+    if identifier not in classes:
+        classes[identifier] = make(*others, None, extra)
+    return classes[identifier]
+
+
+def _fill_class(fill: Callable[[type, Any], type], known: set[type], cls: type, state: Any) -> type:
+    return cls if cls in known else fill(cls, state)
 
 
 def _cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
