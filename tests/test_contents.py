@@ -395,6 +395,43 @@ def test_values_of_a_call_are_of_the_classes_that_the_agent_knows(envs: Any) -> 
     assert always_right.returns[0] != always_left.returns[0], "which way it leans decides when the pole falls"
 
 
+def test_caches_are_computed_anew_with_each_version_but_for_generators(envs: Any) -> None:
+    @functools.lru_cache
+    def generators(seed: int) -> Any:
+        return {"torch": torch.Generator().manual_seed(seed)}
+
+    class Agent:
+        version = 0
+
+        def __init__(self) -> None:
+            self.reads: list[int] = []
+
+        @functools.cached_property
+        def rng(self) -> Any:
+            return np.random.default_rng(0)
+
+        @functools.cached_property
+        def read(self) -> int:
+            self.reads.append(self.version)
+            return self.version
+
+        def __call__(self, obs: Any) -> Any:
+            numbers = self.rng.random(len(obs)), torch.rand(len(obs), generator=generators(0)["torch"]).numpy()
+            assert self.read == self.version
+            extras = {"numpy": numbers[0], "torch": numbers[1], "reads": np.full(len(obs), len(self.reads))}
+            return Decision(np.zeros(len(obs), int), extras)
+
+    agent = Agent()
+    rollouts = []
+    for version in range(3):
+        agent.version = version
+        rollouts.append(copy.deepcopy(envs.rollout(agent, 2).extras))
+    for name in ("numpy", "torch"):
+        numbers = np.concatenate([extras[name].ravel() for extras in rollouts])
+        assert len(set(numbers)) == len(numbers), "none is drawn twice"
+    assert [extras["reads"].max() for extras in rollouts] == [1, 2, 3]
+
+
 def test_only_the_copy_that_is_in_use_is_kept() -> None:
     class Agent(nn.Linear):
         def forward(self, obs: Any) -> Any:

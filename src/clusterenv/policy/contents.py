@@ -23,7 +23,7 @@ import numpy as np
 from clusterenv.errors import PolicyError
 from clusterenv.policy.array_kinds import NUMPY, ArrayKind
 from clusterenv.policy.distribution import Array
-from clusterenv.policy.stripping import SCALARS, Restorer, Stripper, dump
+from clusterenv.policy.stripping import SCALARS, Restorer, Stripper, dump, forget
 from clusterenv.policy.walk import Place, Walk
 from clusterenv.policy.weights import Weights, WeightsSpec
 
@@ -223,6 +223,11 @@ class Delivered:
         """Return the arrays as the payload has them."""
         return {name: array for name, (_, array) in self._arrays.items()}
 
+    def empty_caches(self) -> None:
+        """Let be computed anew what `lru_cache` and `cached_property` keep, but for generators of random numbers."""
+        for cache in self._caches:
+            forget(cache)
+
     def load(self, weights: Weights) -> bool:
         """Overwrite arrays in place, and plain values that have changed on the head; says whether any has.
 
@@ -234,8 +239,7 @@ class Delivered:
         self._spec.check(weights)
         for name, (kind, array) in self._arrays.items():
             kind.write(array, weights[name])
-        for cache in self._caches:
-            cache.cache_clear()  # What it holds may have been computed from other weights.
+        self.empty_caches()
         if self._block is None:
             return False
         self._block = weights[VALUES].copy()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import io
 import pickle
+import random
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -20,6 +23,9 @@ SCALARS = frozenset(
     | {np.float16, np.float32, np.float64}
 )
 """What is pickled without looking into it."""
+
+RANDOM = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+"""Generators of random numbers, but for torch's."""
 
 
 class Stripper(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
@@ -71,14 +77,51 @@ class Restorer(pickle.Unpickler):
         return found
 
 
-class Computed:
-    """A cached property in a copy: it uses what the head has computed, and keeps nothing itself that would go stale."""
+class Computed(functools.cached_property[Any]):
+    """A cached property in a copy: it uses what the head has computed, or keeps its own until weights are loaded.
+
+    It keeps it apart from the object, which would otherwise look as if it had changed.
+    """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
-        self._function = function
+        super().__init__(function)
+        self._kept: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
-    def __get__(self, owner: Any, cls: type | None = None) -> Any:
-        return self if owner is None else self._function(owner)
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        kept = self._kept.get(id(instance))
+        if kept is None or kept[0]() is not instance:
+            kept = self._kept[id(instance)] = weakref.ref(instance), self.func(instance)
+        return kept[1]
+
+    def forget(self) -> None:
+        """Compute anew, when it is asked for next, what is no generator of random numbers."""
+        self._kept = {key: kept for key, kept in self._kept.items() if holds_generator(kept[1])}
+
+
+def forget(cache: Any) -> None:
+    """Empty a cache of a copy, whose results may have been computed from other weights."""
+    if isinstance(cache, Computed):
+        cache.forget()
+    elif not cache.generators:
+        cache.cache_clear()
+
+
+def holds_generator(value: Any) -> bool:
+    """Tell whether something is a generator of random numbers, or has one somewhere in it."""
+    seen: dict[int, Any] = {}
+    left = [value]
+    while left:
+        each = left.pop()
+        cls = type(each)
+        if isinstance(each, RANDOM) or (cls.__module__, cls.__name__) == ("torch._C", "Generator"):
+            return True
+        if id(each) not in seen and not isinstance(each, type | ModuleType):
+            seen[id(each)] = each
+            left += each.values() if isinstance(each, dict) else each if isinstance(each, list | tuple) else ()
+            left += getattr(each, "__dict__", {}).values()
+    return False
 
 
 def dump(value: Any, kinds: Sequence[ArrayKind]) -> bytes:
@@ -103,7 +146,18 @@ def _fill_class(fill: Callable[[type, Any], type], known: set[type], cls: type, 
 
 
 def _cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
-    return functools.lru_cache(**parameters)(function)
+    generators: list[Any] = []
+
+    @functools.wraps(function)
+    def compute(*arguments: Any, **named: Any) -> Any:
+        result = function(*arguments, **named)
+        if holds_generator(result):
+            generators.append(result)
+        return result
+
+    cache: Any = functools.lru_cache(**parameters)(compute)
+    cache.generators = generators
+    return cache
 
 
 def _itself(obj: Any) -> Any:

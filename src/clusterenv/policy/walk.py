@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import functools
 import io
-import random
 from collections.abc import Hashable, Iterator, Sequence
 from types import (
     BuiltinFunctionType,
@@ -22,14 +21,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from clusterenv.policy.array_kinds import NUMPY, SMALL_BYTES, ArrayKind, is_sampled
-from clusterenv.policy.stripping import SCALARS, dump, is_by_value
+from clusterenv.policy.stripping import RANDOM, SCALARS, dump, is_by_value
 from clusterenv.policy.weights import Weights
 
 Access: TypeAlias = Literal["attribute", "item", "cell", "global"]
 
 _MAX_ITEMS = 1000  # A longer list is data, not settings.
 _MODULE_DICTS = ("_modules", "_parameters", "_buffers")  # Where a torch module keeps what it is made of.
-_RANDOM = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 _FIXED = (type, FunctionType, BuiltinFunctionType, ModuleType, np.dtype, np.ufunc)
 
 
@@ -91,7 +89,7 @@ class Walk:
                 self.scalars.append((place, path))
                 self.slots.append((place, path))
             return
-        if place is not None and isinstance(obj, _RANDOM):
+        if place is not None and isinstance(obj, RANDOM):
             return  # Each worker draws its own random numbers.
         for kind in self._kinds:
             obj = kind.replace(obj)
@@ -151,6 +149,7 @@ class Walk:
             self.caches.append(obj)
             self.visit(obj.__wrapped__, None, path)
         elif isinstance(obj, functools.cached_property):
+            self.caches.append(obj)
             self.visit(obj.func, None, path)
         elif isinstance(obj, MethodType):
             self.visit(obj.__self__, None, path)

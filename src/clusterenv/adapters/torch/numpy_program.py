@@ -118,6 +118,8 @@ class NumpyProgram:
         stamp, drawn = before.stamp(), _random_state()
         rows = _resize(obs, _TRACE_ROWS)
         twin.inference.study(rows)
+        assert twin.delivered is not None, "it is a copy"
+        twin.delivered.empty_caches()  # What they keep would appear as constants.
         evaluation = self._evaluation
         with evaluation.quiet(), self._randomness.torch():
             tensors = map_tree(torch.clone, evaluation.tensors(rows))
