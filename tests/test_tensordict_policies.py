@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from gymnasium import spaces
 from torch import nn
 
 from clusterenv import AdaptiveSync, ClusterEnv
+from clusterenv.adapters import as_policy
 from clusterenv.errors import PolicyError
 from tests.any_space import AnySpace
 
@@ -139,3 +141,10 @@ def test_a_module_that_makes_no_action_is_told_of() -> None:
         pytest.raises(PolicyError, match=r"out_keys \['state_value'\] is not a policy"),
     ):
         envs.rollout(value, 2)
+
+
+def test_workers_need_no_tensordict_for_agents_without_it() -> None:
+    net = network(6, 3)
+    code = cloudpickle.dumps(as_policy(lambda obs: net(torch.as_tensor(obs)).argmax(-1).numpy()))
+    assert b"clusterenv.adapters.torch" in code
+    assert b"clusterenv.adapters.tensordict" not in code

@@ -104,14 +104,14 @@ def _origins(agent: object) -> set[str]:
 def _array_kinds() -> list[ArrayKind]:
     """Return the kinds of arrays that an agent of this process may hold."""
     kinds: list[ArrayKind] = []
+    if "torch" in sys.modules:
+        from clusterenv.adapters.torch.module import TORCH
+
+        kinds.append(TORCH)
     if "tensordict.nn" in sys.modules:
         from clusterenv.adapters.tensordict_policy import TensorDictModules
 
         kinds.append(TensorDictModules())
-    elif "torch" in sys.modules:
-        from clusterenv.adapters.torch.module import TORCH
-
-        kinds.append(TORCH)
     if "stable_baselines3" in sys.modules:
         from clusterenv.adapters.sb3_policy import Sb3Models
 

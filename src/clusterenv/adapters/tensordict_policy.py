@@ -12,8 +12,9 @@ from torch import nn
 
 from clusterenv.adapters.torch import TorchPolicy
 from clusterenv.adapters.torch.distributions import describe
-from clusterenv.adapters.torch.module import TorchArrays, as_floats
+from clusterenv.adapters.torch.module import TORCH, as_floats
 from clusterenv.errors import PolicyError
+from clusterenv.policy.array_kinds import NumpyArrays
 from clusterenv.policy.families import QValues
 
 _Q_KEY = "action_value"  # Where TorchRL's QValueActor and its relatives leave them.
@@ -44,16 +45,20 @@ def tensordict_policy(agent: Any) -> TorchPolicy:
     return _TensorDictPolicy(agent, act=_act)
 
 
-class TensorDictModules(TorchArrays):
-    """Torch's tensors, where modules over TensorDicts may be among what carries them.
+class TensorDictModules(NumpyArrays):
+    """Lets a module over TensorDicts that is around a function travel as all else does.
 
-    Such a module around a function pickles that apart from everything else, with copies of its networks.
+    It would pickle that function apart from everything else, with copies of its networks. No array is of this kind, so
+    workers need tensordict only if such a module is sent.
     """
+
+    def is_array(self, obj: object) -> bool:
+        return False
 
     def reduce_object(self, obj: object) -> tuple[Any, ...] | None:
         if isinstance(obj, TensorDictModule) and not isinstance(obj.module, nn.Module):
             return copyreg.__newobj__, (type(obj),), vars(obj), None, None, _restore  # type: ignore[attr-defined]  # as pickle itself writes it
-        return super().reduce_object(obj)
+        return None
 
 
 def _restore(module: nn.Module, state: dict[str, Any]) -> None:
@@ -61,7 +66,7 @@ def _restore(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 class _TensorDictPolicy(TorchPolicy):
-    kinds = (TensorDictModules(),)
+    kinds = (TORCH, TensorDictModules())
 
 
 class _ActorAndCritic(nn.Module):

@@ -20,7 +20,6 @@ from clusterenv.adapters.torch.module import (
     Prepare,
     Randomness,
     TensorTree,
-    TorchArrays,
     as_array,
     as_arrays,
     as_column,
@@ -31,6 +30,7 @@ from clusterenv.adapters.torch.module import (
 from clusterenv.adapters.torch.numpy_program import NumpyProgram
 from clusterenv.adapters.torch.trace import Sheet
 from clusterenv.errors import ConfigError, PolicyError
+from clusterenv.policy.array_kinds import ArrayKind
 from clusterenv.policy.contents import Contents, Delivered
 from clusterenv.policy.distribution import NO_VALUES, Array, Call, Distribution
 from clusterenv.policy.policy import Decision, Signature, State, Tree, draw
@@ -80,7 +80,7 @@ class TorchPolicy:
     """
 
     can_remember = True  # Unlike a numpy program.
-    kinds: tuple[TorchArrays, ...] = (TORCH,)
+    kinds: tuple[ArrayKind, ...] = (TORCH,)
 
     def __init__(
         self,
