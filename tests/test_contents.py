@@ -432,6 +432,39 @@ def test_caches_are_computed_anew_with_each_version_but_for_generators(envs: Any
     assert [extras["reads"].max() for extras in rollouts] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1], ids=["in process", "on a worker"])
+def test_an_agent_that_takes_integers_is_run_once_a_step(num_workers: int) -> None:
+    class Agent(nn.Embedding):
+        temperature = 1.0
+        calls = 0
+
+        def forward(self, obs: Any) -> Any:
+            self.calls += 1
+            return super().forward(obs)
+
+    def act(agent: Any, obs: Any) -> Any:
+        return {"action": agent(obs).argmax(-1), "calls": torch.full((len(obs),), agent.calls)}
+
+    agent = Agent(16, 4)
+    policy = TorchPolicy(agent, act=act)
+    with ClusterEnv("FrozenLake-v1", 1, sync=EveryUpdate(), num_workers=num_workers) as envs:
+        assert envs.rollout(policy, 2).extras["calls"].ravel().tolist() == [1, 2]
+        Agent.temperature = 0.5
+        assert envs.rollout(policy, 2).extras["calls"].ravel().tolist() == [3, 4]
+
+
+def test_a_policy_error_is_not_taken_for_a_wrong_dtype() -> None:
+    dtypes: list[Any] = []
+
+    def act(agent: Any, obs: Any) -> Any:
+        dtypes.append(obs.dtype)
+        raise PolicyError("It is closed.")
+
+    with pytest.raises(PolicyError, match="closed"):
+        TorchPolicy(nn.Linear(4, 2), act=act).act(np.zeros((2, 4)))
+    assert dtypes == [torch.float32]
+
+
 def test_only_the_copy_that_is_in_use_is_kept() -> None:
     class Agent(nn.Linear):
         def forward(self, obs: Any) -> Any:

@@ -177,8 +177,11 @@ class Shard:
         collector.load(version, weights)
         extras, states = collector.rehearse(values(policy))
         if getattr(policy, "can_remember", False):
-            policy = make()
-            collector.replace(policy)  # The one that was tried is let go before its successor's weights take memory.
+            tried, policy = policy, make()
+            if hasattr(policy, "take_over"):
+                policy.take_over(tried)
+            del tried  # Let go before its successor's weights take memory.
+            collector.replace(policy)
             collector.load(version, weights)
         if self._policy_seed is not None:
             # The second policy since a reset must not repeat the random choices of the first.

@@ -224,8 +224,14 @@ class TorchPolicy:
         if self.delivered is None:
             raise PolicyError("Only a worker's copy of a policy is loaded: write to the learner's own agent directly.")
         if self.delivered.load(weights):
-            self._inference = self._choose_inference()  # What was found out may hold no longer.
-            self._has_run = False
+            keeps_dtype = self._inference.evaluation.keeps_dtype
+            self._inference = self._choose_inference()  # What was found out may hold no longer, but for the dtype.
+            self._inference.evaluation.keeps_dtype = keeps_dtype
+
+    def take_over(self, tried: TorchPolicy) -> None:
+        """Take over what another copy has found out about dtypes: to find it out again, this one would run twice."""
+        self._inference.evaluation.keeps_dtype = tried.inference.evaluation.keeps_dtype
+        self._has_run = True
 
     def stamp(self) -> Hashable:
         """Return a value that changes with the weights, however they are written, and with the module's attributes."""
@@ -257,6 +263,8 @@ class TorchPolicy:
             return run()
         try:
             result = run()
+        except PolicyError:
+            raise  # Not because of a dtype.
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             keeps_dtype = self._inference.evaluation.keeps_dtype
             self._inference = self._choose_inference()
