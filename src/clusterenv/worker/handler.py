@@ -146,6 +146,10 @@ class Handler:
             case _:
                 assert_never(request)
 
+    def close(self) -> None:
+        """End what is being recorded. The shard is closed by whoever made it."""
+        self._recorder.close()
+
     def _stepped(self, call: int, infos: dict[str, Any], probes: Probes | None = None) -> Answer:
         host = self._shard.host
         objects = host.objects()
