@@ -30,11 +30,13 @@ class KubeApi:
     Attributes:
         tokens: Those that it takes.
         requests: What it was asked: "POST pods".
+        unknown: What is no field's name. It is refused to those who ask for that, as by Kubernetes from 1.25 on.
     """
 
     def __init__(self) -> None:
         self.tokens = {"good"}
         self.requests: list[str] = []
+        self.unknown: str | None = None
         self._objects: dict[tuple[str, str], Object] = {}
         self._failures: list[tuple[str, str | int]] = []
         self._events: list[Object] = []
@@ -207,6 +209,8 @@ class KubeApi:
                 query = parse_qs(url.query)
                 if self.headers.get("Authorization", "").removeprefix("Bearer ") not in api.tokens:
                     self.say(401, {"message": "Unauthorized"})
+                elif query.get("fieldValidation") == ["Strict"] and f'"{api.unknown}":'.encode() in body:
+                    self.say(400, {"message": f'strict decoding error: unknown field "spec.{api.unknown}"'})
                 elif "watch" in query:
                     self.stream(int(query["resourceVersion"][0]))
                 elif (answer := api._answer(self.command, url.path, json.loads(body or b"{}"))) is not None:

@@ -98,10 +98,14 @@ def test_a_worker_that_comes_while_the_agents_structure_changes_twice_acts_with_
             self.__dict__.update(state)
             if os.environ["MARK"] == "late":
                 depth = len(self.layers)
+                gate = tmp_path / f"{depth} may come"
                 (tmp_path / f"{depth} comes").touch()
-                while not (tmp_path / f"{depth} may come").exists():
-                    time.sleep(0.01)
+                if gate.exists():
+                    gate.read_text()  # It waits until somebody has written there.
+                    gate.unlink()
 
+    for depth in (1, 2):
+        os.mkfifo(tmp_path / f"{depth} may come")
     launcher, agent = Gated(tmp_path), Growing()
     makers = [partial(Marked, "early"), partial(Marked, "late")]
     with (
@@ -115,8 +119,7 @@ def test_a_worker_that_comes_while_the_agents_structure_changes_twice_acts_with_
                 next(stream)
             agent.layers = [*agent.layers, []]
             next(stream)  # The other one has it now.
-            (tmp_path / f"{depth} may come").touch()
-        (tmp_path / "3 may come").touch()
+            (tmp_path / f"{depth} may come").write_text("go")
         rollout = next(rollout for rollout in stream if rollout.env_indices[0] == 1)
         assert rollout.versions.tolist() == [3]
         assert set(rollout.extras["depth"].ravel().tolist()) == {3.0}

@@ -177,3 +177,14 @@ def test_a_program_for_credentials_may_read_its_input(api: KubeApi, config: Path
     fleet = launch(api)
     fleet.stop(0.0)
     assert "DELETE jobs" in api.requests
+
+
+def test_a_field_of_the_template_that_pods_do_not_have_is_refused_by_its_name(api: KubeApi) -> None:
+    api.unknown = "nodeSelectr"
+    launcher = KubernetesLauncher(image="any", pod_template={"spec": {"nodeSelectr": {"disk": "fast"}}})
+    with pytest.raises(LaunchError, match=r'unknown field "spec\.nodeSelectr"\. Correct it .*pod_template'):
+        launcher.launch(TICKET, 1)
+    worker = {"name": "worker", "nodeSelectr": {}}  # Nobody has that but a worker's Pod.
+    launcher = KubernetesLauncher(image="any", pod_template={"spec": {"containers": [worker]}})
+    with pytest.raises(LaunchError, match=r"Pod of worker 0 is refused: .* unknown field"):
+        launcher.launch(TICKET, 1)

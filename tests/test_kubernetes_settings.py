@@ -110,6 +110,7 @@ def pod_of(**settings: Any) -> dict[str, Any]:
         ({"pod_template": {"containers": []}}, r"holds 'containers', but a Pod has .* It belongs under `spec`"),
         ({"pod_template": {"kind": "Job"}}, r"must be of kind Pod, got 'Job'"),
         ({"pod_template": {"spec": "x"}}, r"`spec` must be a mapping"),
+        ({"pod_template": {"metadata": {"label": {}}}}, r"`labels` and `annotations` are used, and not 'label'"),
         ({"pod_template": {"spec": {"containers": [{"image": "x"}]}}}, r"`containers` must be a list of mappings"),
     ],
 )
@@ -256,6 +257,15 @@ def test_a_ticket_in_a_secret_volume_may_have_kubernetes_modes(tmp_path: Path, m
     if stat.S_IMODE((tmp_path / "ticket").stat().st_mode) & 0o077:
         with pytest.raises(ConfigError, match="can be used by others"):
             read_ticket(tmp_path / "ticket")
+
+
+def test_a_job_is_for_a_script_or_for_workers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    assert main(["launch", "kubernetes", "--image=rl:1", f"--head={script}", "--indexed-job"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "--head prints a Job for a script, and --indexed-job one for workers" in shown.err
 
 
 def test_an_indexed_job_tells_workers_who_they_are() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -192,7 +193,7 @@ def test_kills_in_a_stream_at_any_moment_mislabel_nothing(hosts: list[Host]) -> 
 
 
 class Counted(gym.Env[Any, Any]):
-    """An endless environment that counts its steps in a file."""
+    """An endless environment that writes a byte into a named pipe with every step."""
 
     observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -205,17 +206,26 @@ class Counted(gym.Env[Any, Any]):
         return np.zeros(4, np.float32), {}
 
     def step(self, action: Any) -> Any:
-        with self._path.open("ab") as file:
-            file.write(b".")
+        self._path.write_bytes(b".")
         return np.zeros(4, np.float32), 0.0, False, False, {}
 
 
 def test_a_rollout_after_a_stream_has_the_newest_weights_though_who_was_to_pass_them_on_is_gone(tmp_path: Path) -> None:
     paths = [tmp_path / str(index) for index in range(3)]
+    for path in paths:
+        os.mkfifo(path)
     patient = Timeouts(join_s=60, call_s=120, close_s=2, silence_s=30)
-    with ClusterEnv(
-        [partial(Counted, path) for path in paths], num_workers=3, network=Network(transport="zmq"), timeouts=patient
-    ) as envs:
+    with (
+        contextlib.ExitStack() as stack,
+        ClusterEnv(
+            [partial(Counted, path) for path in paths],
+            num_workers=3,
+            network=Network(transport="zmq"),
+            timeouts=patient,
+        ) as envs,
+    ):
+        # Also for writing, which has it open at once.
+        pipes = [stack.enter_context(path.open("r+b", buffering=0)) for path in paths]
         envs.reset(seed=1)
         run = Run(envs)
         run.roll()
@@ -226,9 +236,10 @@ def test_a_rollout_after_a_stream_has_the_newest_weights_though_who_was_to_pass_
             os.kill(run.pid(0), signal.SIGSTOP)  # It will get the weights for the others, and pass nothing on.
             run.learn()
             made[next(stream).env_indices[0]] += 1  # They all have been told of them.
-            deadline = time.monotonic() + 60
-            while any(paths[index].stat().st_size < 8 * (made[index] + 1) for index in (1, 2)):
-                assert time.monotonic() < deadline, "they do not make what they were asked for"
+            for index in (1, 2):
+                for _ in range(8 * (made[index] + 1)):
+                    assert select.select([pipes[index]], [], [], 60)[0], "it does not make what it was asked for"
+                    pipes[index].read(1)
             os.kill(run.pid(0), signal.SIGKILL)
         run.roll()
 

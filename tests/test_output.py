@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,9 @@ import pytest
 
 from clusterenv import ClusterEnv, Faults, LocalLauncher
 from clusterenv.errors import WorkerLost
+from clusterenv.launchers.follower import Follower
 from clusterenv.worker.echo import Echo
+from tests.remains import descendants
 from tests.sshd import Sshd, sshd
 from tests.worlds import Talker
 
@@ -93,6 +96,15 @@ def test_a_standard_error_that_takes_nothing_harms_nobody(redirect: str) -> None
 def test_workers_elsewhere_are_shown_only_on_request(sshd: Sshd, capfd: pytest.CaptureFixture[str]) -> None:
     talk(sshd.launcher(["host1"]), "say", "good evening")
     assert capfd.readouterr().err == ""
+
+
+def test_a_follower_that_was_killed_can_still_be_given_logs_and_be_closed(tmp_path: Path) -> None:
+    follower = Follower()
+    (pid,) = descendants()
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    follower.add(tmp_path / "job.log", 0)
+    follower.close()
 
 
 def test_lines_are_whole_and_bear_a_name() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,10 +20,13 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from clusterenv import AdaptiveSync, ClusterEnv, NativeVector, Recorder
+from clusterenv import AdaptiveSync, ClusterEnv, NativeVector, Network, Recorder
 from clusterenv.cli import main
 from clusterenv.errors import ConfigError, RecordingError
+from clusterenv.launchers.processes import ProcessFleet
+from clusterenv.wire.ticket import Ticket
 from tests.conftest import Backend, descendants, wait_until_gone
+from tests.launchers import OwnLauncher, start_module
 from tests.policies import Hashing, Linear
 from tests.script import ROOT
 from tests.test_recording import assert_equal, by_environment, load, play
@@ -140,6 +145,46 @@ def test_a_worker_that_takes_over_records_to_a_file_of_its_own_and_nothing_is_lo
         (4, first.seeds[0], "worker lost"),
         (3, second.seeds[0], "recording ended"),
     ]
+
+
+class Unreplaced(OwnLauncher):
+    """A launcher on whose workers nothing is done when they are lost: they come back by themselves."""
+
+    def launch(self, ticket: Ticket, num_workers: int) -> ProcessFleet:
+        class Fleet(ProcessFleet):
+            def restart(self, worker_index: int) -> None:
+                pass
+
+        return Fleet(lambda index, log: start_module("clusterenv.worker", ticket, index, log), num_workers)
+
+
+def lose_connection(_: Any) -> None:
+    """Cut this worker off from its head, unless it was before."""
+    if "WAS_CUT_OFF" not in os.environ:
+        os.environ["WAS_CUT_OFF"] = "1"
+        for link in Path("/proc/self/fd").iterdir():
+            if link.is_socket():
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(link.name))) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_worker_that_comes_back_has_closed_what_it_recorded_before(tmp_path: Path) -> None:
+    factories = make_factories(1, infos="none", longest_episode=10**6)
+    network = Network(transport="zmq")
+    with (
+        ClusterEnv(factories, num_workers=1, launcher=Unreplaced(), network=network) as envs,
+        Recorder(envs, tmp_path / "back-v0", where="worker") as recorder,
+    ):
+        envs.reset(seed=5)
+        recorder.collect(HASHING, 7)
+        pids = envs.worker_pids
+        envs.apply(lose_connection, [0])
+        recorder.collect(HASHING, 4)
+        assert envs.worker_pids == pids
+        assert len(envs.losses) == 1
+        _, newest = recorder.pieces
+        files = {os.path.realpath(link) for link in Path(f"/proc/{pids[0]}/fd").iterdir()}
+    assert {file for file in files if file.endswith(".piece")} == {newest.partition(":")[2]}
 
 
 def test_what_a_lost_worker_wrote_last_comes_before_what_its_successor_made_of_the_same_rollout(

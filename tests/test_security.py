@@ -539,3 +539,11 @@ def test_nobody_is_taken_for_a_worker_who_does_not_map_its_mailbox() -> None:
     finally:
         other.communicate()
         memory.close()
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 60, 1 << 63])
+def test_memory_that_is_not_to_be_had_leaves_no_descriptor(size_bytes: int) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises((OSError, OverflowError)):  # The first cannot be mapped, the second is no file's size.
+        SharedMemory(size_bytes)
+    assert os.listdir("/proc/self/fd") == before

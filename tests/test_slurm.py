@@ -114,14 +114,31 @@ class TestSlurmLauncherInsideAnAllocation(LauncherContract):
     def make_launcher(self, log_dir: Path) -> Launcher:
         return SlurmLauncher(nodes=2, log_dir=log_dir)
 
-    def test_workers_whose_srun_has_to_be_killed_are_ended_too(self, launcher: Launcher, door: Door) -> None:
+    @pytest.mark.parametrize("num_failures", [0, 1])
+    def test_workers_whose_srun_has_to_be_killed_are_ended_too(
+        self,
+        launcher: Launcher,
+        door: Door,
+        login: SlurmCluster,
+        num_failures: int,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        squeue = tmp_path / "squeue"
+        squeue.write_text(
+            f'#!/bin/sh\necho >> "$0.calls"\n[ "$(wc -l < "$0.calls")" -gt {num_failures} ] || exit 1\n'
+            'PATH=${PATH#*:} exec squeue "$@"'
+        )
+        squeue.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
         fleet = launcher.launch(door.ticket, 2)
         pids = [door.await_join(fleet).pid for _ in range(2)]
         for pid in descendants():
             if command_of(pid).startswith("srun "):
                 os.kill(pid, signal.SIGSTOP)  # It hears of nothing that it should pass on.
         fleet.stop(0.0)
-        assert wait_until_gone(pids, 0.0) == []
+        assert login.run("squeue", "--noheader", "--steps", "--format=%i") == ""
+        assert wait_until_gone(pids, 2.0) == []
 
 
 def test_the_issues_example_runs_on_all_nodes(login: SlurmCluster) -> None:

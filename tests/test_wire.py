@@ -24,7 +24,7 @@ from clusterenv.wire import messages
 from clusterenv.wire.address import Address
 from clusterenv.wire.arrays import CHUNK_BYTES, fill
 from clusterenv.wire.compatibility import installed_versions
-from clusterenv.wire.messages import PROTOCOL, Join, Register
+from clusterenv.wire.messages import PROTOCOL, Join, Register, Stepped
 from clusterenv.wire.semaphore import SIZE_BYTES, Chain, Semaphore
 from clusterenv.wire.ticket import Ticket
 from clusterenv.wire.zeromq import HeadSocket, WorkerSocket
@@ -331,6 +331,13 @@ def test_an_attribute_of_100_megabytes_comes_over_tcp() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no semaphores in shared memory elsewhere")
+@pytest.mark.parametrize("more", [{"infos": b"x"}, {"columns": b"x"}, {"errors": [(0, "x")]}, {"probes": b"x"}])
+def test_an_answer_that_says_more_than_two_numbers_is_not_plain(more: dict[str, Any]) -> None:
+    nothing: dict[str, Any] = {"infos": None, "columns": None}
+    assert Stepped(1, **nothing, generation=3).is_plain
+    assert not Stepped(1, **nothing | more).is_plain
+
+
 def test_a_semaphore_that_a_worker_has_filled_keeps_no_other_from_being_posted() -> None:
     memory = memoryview(bytearray(3 * SIZE_BYTES))
     semaphores = [Semaphore(memory[index * SIZE_BYTES :], initialise=True) for index in range(3)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterenv.cli.options import LAUNCHERS, add_num_workers, add_options, count_workers, make_launcher
+from clusterenv.errors import ConfigError
 from clusterenv.launchers.kubernetes.launcher import KubernetesLauncher
 
 _LOOK_S = 1.0
@@ -52,6 +53,8 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from clusterenv.launchers.by_hand import read_ticket
 
+    if arguments.head is not None and arguments.indexed_job:
+        raise ConfigError("--head prints a Job for a script, and --indexed-job one for workers: give one of the two.")
     launcher = make_launcher(LAUNCHERS[arguments.launcher][0], arguments)
     num_workers = count_workers(arguments, launcher)
     if arguments.head is not None:

@@ -25,6 +25,7 @@ class Follower:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "clusterenv.worker.follow", *map(str, descriptors)],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                bufsize=0,  # Or what one that has ended did not take would be written once more at close.
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=descriptors,
@@ -37,7 +38,6 @@ class Follower:
         name = f"{'-' if worker_index is None else worker_index} ".encode() + os.fsencode(path) + b"\n"
         with uninterrupted(), contextlib.suppress(BrokenPipeError):  # Whoever has ended shows nothing more.
             self._process.stdin.write(name)
-            self._process.stdin.flush()
 
     def close(self) -> None:
         """Let it show what is left, and end it."""

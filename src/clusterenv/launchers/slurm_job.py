@@ -35,10 +35,11 @@ _TERM_S = 1.0  # What workers get between SIGTERM and SIGKILL, once they have no
 _KILL_S = 3.0  # After that Slurm needs no help to end them, only time.
 _SRUN_S = 2.0  # srun ends the step's processes when it is terminated; then it is killed itself.
 _TAIL_LINES = 40
-# Cancels a step until Slurm no longer knows it: one that is just being launched cannot be cancelled at once.
+# Cancels a step until Slurm says that there is none: one that is just being launched cannot be cancelled at once, and a
+# controller that does not answer has said nothing.
 _CANCEL_STEP = """
-while step=$(squeue --noheader --steps --jobs={job} --name={name} --format=%i) && [ -n "$step" ]; do
-    scancel --signal=KILL $step
+until step=$(squeue --noheader --steps --jobs={job} --name={name} --format=%i) && [ -z "$step" ]; do
+    [ -z "$step" ] || scancel --signal=KILL $step
     sleep 0.1
 done
 """

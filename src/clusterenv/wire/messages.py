@@ -303,7 +303,7 @@ class Stepped(_Message, tag=22, frozen=True):
     @property
     def is_plain(self) -> bool:
         """Whether two numbers say it all: the call's, and the infos' generation."""
-        return self.infos is None and self.columns is None and not self.errors
+        return self.infos is None and self.columns is None and self.probes is None and not self.errors
 
 
 class Returned(_Message, tag=23, frozen=True):

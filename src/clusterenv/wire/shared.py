@@ -68,13 +68,22 @@ class SharedMemory:
     """Memory that this process made and others on the machine may open."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Make `size_bytes` of memory; its pages are zero."""
+        """Make `size_bytes` of memory; its pages are zero.
+
+        Raises:
+            OSError: There is not that much.
+        """
         self._descriptor: int | None = os.memfd_create("clusterenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # The spare line lets an array of no elements begin at the very end.
-        os.ftruncate(self._descriptor, _NONCE_BYTES + size_bytes + semaphore.SIZE_BYTES)
-        # Whoever could shrink it would kill the head with the next access to what is gone.
-        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        whole = _map_file(self._descriptor)
+        try:
+            # The spare line lets an array of no elements begin at the very end.
+            os.ftruncate(self._descriptor, _NONCE_BYTES + size_bytes + semaphore.SIZE_BYTES)
+            # Whoever could shrink it would kill the head with the next access to what is gone.
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
+            whole = _map_file(self._descriptor)
+        except BaseException:
+            self.close()
+            raise
         nonce = secrets.token_bytes(16)
         whole[: len(nonce)] = nonce
         self.memory = whole[_NONCE_BYTES:]

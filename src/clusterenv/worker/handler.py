@@ -147,16 +147,20 @@ class Handler:
             case _:
                 assert_never(request)
 
+    def close(self) -> None:
+        """End what is being recorded. The shard is closed by whoever made it."""
+        self._recorder.close()
+
     def _stepped(self, call: int, infos: dict[str, Any], probes: Probes | None = None) -> Answer:
         host = self._shard.host
         objects = host.objects()
         columns = values.dumps(objects) if objects else None
         errors = list(host.errors)
+        packed = None if probes is None else values.dumps(pack(probes))
         if type(infos) is FullInfos:
             if self._slot_writer is not None and (generation := self._slot_writer.write(infos)):
-                return Stepped(call, None, columns, generation, errors), ()
+                return Stepped(call, None, columns, generation, errors, packed), ()
             infos = complete(infos, self._assignment.num_rows)
-        packed = None if probes is None else values.dumps(pack(probes))
         return Stepped(call, values.dumps(infos) if infos else None, columns, 0, errors, packed), host.buffers.results
 
     def _adopt(self, request: Adopt, weights: memoryview | None) -> Adopted:

@@ -157,6 +157,8 @@ class _Worker:
                 self._answer(request)
 
     def close(self) -> None:
+        if self._handler is not None:
+            self._handler.close()
         if self._shard is not None:
             try:
                 self._shard.close()

@@ -39,11 +39,8 @@ class ShardRecorder:
         Returns:
             Why that cannot be; "" if it can.
         """
-        if self._writer is not None:
-            self._writer.close()
-            if not self._has_written:
-                self._writer.path.unlink(missing_ok=True)
-        self._writer, self._has_written, self._reason = None, False, ""
+        self.close()
+        self._reason = ""
         if directory is not None:
             told = {**values.loads(about), "incarnation": incarnation}
             try:
@@ -70,6 +67,14 @@ class ShardRecorder:
             return [path, f"{path}: {error}."]
         self._has_written = True
         return [path, ""]
+
+    def close(self) -> None:
+        """End what is being recorded; again does nothing. A piece without a rollout is removed."""
+        if self._writer is not None:
+            self._writer.close()
+            if not self._has_written:
+                self._writer.path.unlink(missing_ok=True)
+        self._writer, self._has_written = None, False
 
     def _describe(
         self, number: int, layout: RolloutLayout, block: RolloutBuffers, summary: Mapping[str, Any], version: int

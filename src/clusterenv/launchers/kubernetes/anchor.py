@@ -43,7 +43,7 @@ class Anchor:
         metadata = self._plan.anchor["metadata"] | {"ownerReferences": self._own_pod()}
         self._created_at = time.monotonic()
         self.may_exist = True
-        created = self._api.request("POST", self._api.path("jobs"), self._plan.anchor | {"metadata": metadata})
+        created = self._api.create("jobs", self._plan.anchor | {"metadata": metadata})
         self.uid = created["metadata"]["uid"]
         self._create_secret()
         self._renewed_at = self._created_at
@@ -85,16 +85,15 @@ class Anchor:
 
     def _create_secret(self) -> None:
         metadata = self._plan.secret["metadata"] | {"ownerReferences": self.references}
-        path = self._api.path("secrets")
         try:
-            self._api.request("POST", path, self._plan.secret | {"metadata": metadata})
+            self._api.create("secrets", self._plan.secret | {"metadata": metadata})
         except Refusal as refusal:
             if refusal.status != 409:
                 raise
             # That of a Job which is gone is being removed with it. Or it is this one, and an answer was lost.
             with contextlib.suppress(Refusal):
-                self._api.request("DELETE", f"{path}/{metadata['name']}")
-            self._api.request("POST", path, self._plan.secret | {"metadata": metadata})
+                self._api.request("DELETE", self._api.path("secrets", metadata["name"]))
+            self._api.create("secrets", self._plan.secret | {"metadata": metadata})
         self._has_secret = True
 
     def _own_pod(self) -> list[dict[str, Any]]:

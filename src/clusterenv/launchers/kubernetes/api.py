@@ -93,6 +93,14 @@ class Api:
                 raise Refusal(f"{self._login.host} gives no proper answer: {error}.") from error
             return answer
 
+    def create(self, kind: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Create an object, and return it as the server has it.
+
+        Raises:
+            Refusal: As in `request`, or there is no field of such a name; before 1.25, servers drop those in silence.
+        """
+        return self.request("POST", self.path(kind), manifest, fieldValidation="Strict")
+
     def read(self, path: str, **query: str | int) -> bytes:
         """Return a log.
 
@@ -177,6 +185,8 @@ class Api:
             return f"You may not {right[1]} {right[2]} in namespace {self.namespace}: {message}. {RIGHTS_ADVICE}"
         if status == 404 and message.startswith("namespaces "):
             return f"{message}. Create it, or name another: KubernetesLauncher(namespace=...)."
+        if "unknown field" in message:
+            return f"{message}. Correct it in KubernetesLauncher(pod_template=...)."
         return message or f"HTTP status {status}"
 
 

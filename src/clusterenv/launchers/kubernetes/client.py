@@ -208,7 +208,7 @@ class _Client:
             self._anchor.renew()  # Or what it owns would be removed at once.
         metadata = manifest["metadata"] | {"name": name, "ownerReferences": self._anchor.references}
         try:
-            self._api.request("POST", self._api.path("pods"), manifest | {"metadata": metadata})
+            self._api.create("pods", manifest | {"metadata": metadata})
         except Refusal as refusal:
             if refusal.status != 409 or "already exists" not in str(refusal):  # An answer was lost.
                 raise

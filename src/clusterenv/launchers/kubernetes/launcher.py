@@ -34,6 +34,8 @@ _TOLERATION = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^:\s]*))?(:(?P<effect>\
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 _TOLERATION_KEYS = {"key", "operator", "value", "effect", "tolerationSeconds"}
 _TEMPLATE_KEYS = {"apiVersion", "kind", "metadata", "spec"}
+_METADATA_KEYS = {"labels", "annotations"}
+_OTHERS_METADATA_KEYS = {"name", "generateName", "namespace", "creationTimestamp"}  # Of a Pod that is none of ours.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +272,8 @@ class KubernetesLauncher:
         for part in ("metadata", "spec"):
             if not isinstance(template.get(part) or {}, Mapping):
                 raise ConfigError(f"{where}: `{part}` must be a mapping, got {template[part]!r}.")
+        if strange := sorted(map(str, set(template.get("metadata") or {}) - _METADATA_KEYS - _OTHERS_METADATA_KEYS)):
+            raise ConfigError(f"{where}: of `metadata`, `labels` and `annotations` are used, and not {strange[0]!r}.")
         containers = (template.get("spec") or {}).get("containers") or []
         if not isinstance(containers, Sequence) or not all(isinstance(c, Mapping) and "name" in c for c in containers):
             raise ConfigError(f"{where}: `containers` must be a list of mappings with a `name`; ours is `worker`.")
