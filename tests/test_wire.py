@@ -330,7 +330,6 @@ def test_an_attribute_of_100_megabytes_comes_over_tcp() -> None:
     assert load == gym.utils.seeding.np_random(5)[0].bytes(100_000_000)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="no semaphores in shared memory elsewhere")
 @pytest.mark.parametrize("more", [{"infos": b"x"}, {"columns": b"x"}, {"errors": [(0, "x")]}, {"probes": b"x"}])
 def test_an_answer_that_says_more_than_two_numbers_is_not_plain(more: dict[str, Any]) -> None:
     nothing: dict[str, Any] = {"infos": None, "columns": None}
@@ -338,6 +337,7 @@ def test_an_answer_that_says_more_than_two_numbers_is_not_plain(more: dict[str, 
     assert not Stepped(1, **nothing | more).is_plain
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="no semaphores in shared memory elsewhere")
 def test_a_semaphore_that_a_worker_has_filled_keeps_no_other_from_being_posted() -> None:
     memory = memoryview(bytearray(3 * SIZE_BYTES))
     semaphores = [Semaphore(memory[index * SIZE_BYTES :], initialise=True) for index in range(3)]
