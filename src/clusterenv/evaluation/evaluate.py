@@ -60,8 +60,8 @@ class Scene:
         factory: Makes one environment.
         env_name: What to call it.
         made_by: What tells the factory from others.
-        observation_space: Of one environment, and so is
-        action_space: this.
+        observation_space: That of one environment.
+        action_space: That of one environment.
         num_envs: How many environments to use, unless fewer are asked for.
         num_workers: On how many workers.
         launcher: The name of their launcher.

@@ -62,7 +62,7 @@ class ExportedPolicy:
         self.load({each.name: np.zeros(each.shape, each.dtype) for each in spec.arrays})
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
-        masks, values = split_masks(call)
+        masks, values = split_masks(call) if self.takes else ({}, call)
         answer = self._run(obs, state, int(self._rng.integers(2**32)) if self._draws else 0, masks)
         return self._reader.decide(answer, count_rows(obs), self._rng, values)
 
