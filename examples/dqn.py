@@ -49,7 +49,7 @@ class Args:
     """worker processes; by default one per core"""
     num_steps: int = 8
     """steps of each environment between two rounds of learning"""
-    sync_threshold: float = 0.05
+    sync_threshold: float = 0.5
     """how far a worker's policy may drift from the newest (mean KL, nats) before it takes the newest weights"""
     learning_rate: float = 5e-4
     """falls to 0 over the run: Q-learning that goes on at full speed unlearns again"""

@@ -52,7 +52,7 @@ class Args:
     """worker processes; by default one per core"""
     num_steps: int = 8
     """steps of each environment between two rounds of learning"""
-    sync_threshold: float = 0.05
+    sync_threshold: float = 0.5
     """how far a worker's policy may drift from the newest (mean KL, nats) before it takes the newest weights"""
     hidden: int = 64
     """units of each of the two hidden layers"""

@@ -180,10 +180,12 @@ class AdaptiveSync:
             )
 
     @classmethod
-    def off_policy(cls, threshold: float = 0.05, *, measure: Measure = "kl", everywhere: bool = False) -> Self:
+    def off_policy(cls, threshold: float = 0.5, *, measure: Measure = "kl", everywhere: bool = False) -> Self:
         """Return the rule for learners that correct for who made the data, or do not care: DQN, SAC, V-trace.
 
-        The trap is not for them, so both protections are off: workers pull when they have diverged, and only then.
+        The trap is not for them, so both protections are off: workers pull when they have diverged, and only then. The
+        default threshold was tested with learners from replay (DQN, SAC); one that weighs its data by ratios, as
+        V-trace does, had better begin with 0.05.
         """
         return cls(threshold, measure=measure, max_lag=math.inf, plateau=None, everywhere=everywhere)
 
