@@ -565,7 +565,7 @@ def test_a_cluster_that_does_not_answer_keeps_nobody_waiting(bed: KubeCluster, d
             assert time_call(lambda: fleet.restart(0)) < AT_ONCE_S
             assert time_call(fleet.exits) < AT_ONCE_S
             assert time_call(fleet.status) < AT_ONCE_S
-            assert "its Pod is being created" in fleet.status()
+            assert "the Pod is being created" in fleet.status()
         finally:
             bed.signal("apiserver", signal.SIGCONT)
         assert door.await_join(fleet).pid != first.pid

@@ -78,7 +78,7 @@ def pod_of(**settings: Any) -> dict[str, Any]:
     [
         ({"image": ""}, r"image must name an image"),
         ({"image": "my image"}, r"image must name an image"),
-        ({"cpus": 0}, r"cpus must be a number like 1 or 0\.5, got 0"),
+        ({"cpus": 0}, r"cpus must be a number above 0, like 1 or 0\.5, got 0"),
         ({"cpus": "2"}, r"cpus must be a number"),
         ({"cpus": True}, r"cpus must be a number"),
         ({"memory": "512"}, r"memory must have a unit"),

@@ -76,8 +76,9 @@ class RayLauncher:
         if self.placement not in _PLACEMENTS:
             raise ConfigError(f"RayLauncher.placement must be one of {_PLACEMENTS}, got {self.placement!r}.")
         _check_address("RayLauncher.address", str(self.address))
+        runtime_env = self._mapping("runtime_env")
         try:
-            json.dumps(self._mapping("runtime_env"))
+            json.dumps(runtime_env)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"RayLauncher.runtime_env must be plain data, as for `ray.init`: {error}.") from error
 

@@ -306,7 +306,7 @@ class Driver:
             indices = ", ".join(str(held.worker_index) for held in sorted(waiting, key=lambda held: held.worker_index))
             each = ", ".join(f"{count:g} {name}" for name, count in needs.items())
             there = ", ".join(f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name}" for name in needs)
-            said = f"Ray has not started worker {indices} yet"
+            said = f"Ray has not started worker{'s' if len(waiting) > 1 else ''} {indices} yet"
             if each:
                 said += f": each needs {each}, and free on its nodes are {there}"
         if said != self._said:

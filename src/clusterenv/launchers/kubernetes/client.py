@@ -83,7 +83,7 @@ class _Seat:
     incarnation: int = 0
     pod: dict[str, Any] | None = None
     created_at: float | None = None
-    state: PodState = field(default=PodState("waiting", "its Pod is being created"))
+    state: PodState = field(default=PodState("waiting", "the Pod is being created"))
     create_at: float | None = None
     give_up_at: float = 0.0
     failing_since: float | None = None

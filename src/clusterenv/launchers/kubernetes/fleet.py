@@ -106,7 +106,7 @@ class KubernetesFleet:
         for worker_index in range(self._num_workers):
             report = self._reports.get(worker_index)
             if report is None or report.kind == "waiting":
-                text = "its Pod is being created" if report is None else report.text
+                text = "the Pod is being created" if report is None else report.text
                 waits.setdefault(text, []).append(worker_index)
         if not waits:
             return ""

@@ -192,7 +192,7 @@ class KubernetesLauncher:
 
     def _check_numbers(self) -> None:
         if isinstance(self.cpus, bool) or not isinstance(self.cpus, int | float) or not 0.001 <= self.cpus < 1e6:
-            raise ConfigError(f"KubernetesLauncher.cpus must be a number like 1 or 0.5, got {self.cpus!r}.")
+            raise ConfigError(f"KubernetesLauncher.cpus must be a number above 0, like 1 or 0.5, got {self.cpus!r}.")
         for name, least in (("gpus", 0), ("lease_s", 10)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -139,7 +139,7 @@ def _read_wait(pod: Object, waiting: Object, place: str) -> PodState:
     for condition in (pod.get("status") or {}).get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return PodState("waiting", _read_unscheduled(pod, condition))
-    return PodState("waiting", f"{reason or 'its container is being created'} {place}")
+    return PodState("waiting", f"{reason or 'the container is being created'} {place}")
 
 
 def _read_unscheduled(pod: Object, condition: Object) -> str:
