@@ -116,6 +116,15 @@ def test_max_restarts_counts_over_the_whole_run() -> None:
     assert "max_restarts=2" in str(workers[0].fatal)
 
 
+def test_max_restarts_counts_workers_that_are_lost_at_once() -> None:
+    supervisor, workers = supervise(3, Faults(max_restarts=2))
+    bring_up(supervisor, workers)
+    for worker in workers:
+        supervisor.lost(worker, "gone", 1.0)
+    assert supervisor.advance(1.0) == [Restart(worker) for worker in workers[:2]]
+    assert "max_restarts=2" in str(workers[2].fatal)
+
+
 def test_with_on_loss_raise_the_first_loss_is_final() -> None:
     supervisor, (worker,) = supervise(faults=Faults(on_loss="raise"))
     bring_up(supervisor, [worker])

@@ -174,14 +174,17 @@ class Supervisor:
         elif self._faults.on_loss == "raise":
             worker.fatal = lost_error(worker, reason)
         elif worker.in_a_row > _MAX_IN_A_ROW:
-            worker.fatal = lost_error(worker, f"{_MAX_IN_A_ROW} replacements in a row were lost, too. {reason}")
+            worker.fatal = lost_error(
+                worker, f"{_MAX_IN_A_ROW} replacements in a row were lost, too, the last like this: {reason}"
+            )
         elif self._faults.max_restarts is not None and self._num_restarts >= self._faults.max_restarts:
             worker.fatal = lost_error(
                 worker,
-                f"The restarts that Faults(max_restarts={self._faults.max_restarts}) allows are used up. {reason}",
+                f"The restarts that Faults(max_restarts={self._faults.max_restarts}) allows are used up: {reason}",
             )
         else:
             log.warning("%s, was lost and will be replaced: %s", worker, reason)
+            self._num_restarts += 1
             worker.seeds = self._fresh_seeds(worker)
             worker.restart_at = now + _BACK_OFF_S * (worker.in_a_row - 1)
 
@@ -199,7 +202,6 @@ class Supervisor:
             if worker.state is WorkerState.LOST:
                 if worker.fatal is None and now >= worker.restart_at:
                     worker.state, worker.stage_at = WorkerState.STARTING, now
-                    self._num_restarts += 1
                     actions.append(Restart(worker))
             elif worker.state is WorkerState.STARTING:
                 waits_since = max(worker.stage_at, self._enough_at)
