@@ -62,7 +62,7 @@ def train(rule: SyncRule, backend: Backend, mode: str = "rollout", agent: Linear
 
 
 def read_pulls(summary: str) -> int:
-    found = re.search(r"AdaptiveSync\(0\.05\) would have pulled about (\d+) times, \d+% fewer", summary)
+    found = re.search(r"AdaptiveSync\(0\.05\) would have pulled about (\d+) times and sent about", summary)
     assert found is not None, summary
     return int(found[1])
 
@@ -73,6 +73,14 @@ def test_the_summary_says_how_often_adaptive_sync_would_have_pulled(backend: Bac
     said = read_pulls(train(EveryUpdate(), backend, mode)[0])
     assert pulls / 1.4 <= said <= pulls * 1.4
     assert said < ROUNDS * 2 / 3
+
+
+def test_the_summary_says_what_checks_would_have_sent() -> None:
+    sent = re.search(r"\. ([\d.]+) kB for weights and checks", train(AdaptiveSync(), {"num_workers": 2})[0])
+    said = re.search(r"sent about ([\d.]+) kB with its checks, \d+% more", train(EveryUpdate(), {"num_workers": 2})[0])
+    assert sent is not None
+    assert said is not None, "checks of so small a policy are larger than its weights"
+    assert float(sent[1]) / 1.5 <= float(said[1]) <= float(sent[1]) * 1.5
 
 
 def test_streams_and_recurrent_policies_are_rehearsed_too() -> None:

@@ -17,7 +17,7 @@ from clusterenv.head.stats import Stats
 from clusterenv.head.worker import Version, Worker
 from clusterenv.policy.measure import NEEDS_PROBABILITIES, Measure, measure_divergence
 from clusterenv.policy.policy import Policy, State
-from clusterenv.policy.pool import Pool, Sample
+from clusterenv.policy.pool import POOL_ROWS, RENEWAL, Pool, Sample
 from clusterenv.policy.probes import Form, Probes, unpack
 from clusterenv.policy.rehearsal import NUM_ROWS
 from clusterenv.policy.sync import SyncRule
@@ -25,8 +25,6 @@ from clusterenv.wire import values
 from clusterenv.wire.buffers import RolloutBuffers
 from clusterenv.wire.layout import Layout
 
-POOL_ROWS = 512  # At a threshold of 0.05 their mean is within 5 % of the truth; see docs/explanation/sync.md.
-_RENEWAL = 4  # Once a pool is full, so many rounds of rollouts renew it: states change slowly, and rows are bytes.
 _POOLS_BYTES = 64 << 20  # Of all versions together.
 _MAX_SHOWN = 64  # Observations are a policy's to try itself on: a few will do.
 
@@ -116,7 +114,7 @@ class Probing:
         if not self._rule.compares or (self._is_studied and self._form is None):
             return 0
         most = self._most_rows(held)
-        wanted = most if held.num_rows < most else most / _RENEWAL
+        wanted = most if held.num_rows < most else most / RENEWAL
         return math.ceil(wanted / max(1, len(held.holders)))
 
     def share(self) -> dict[Worker, int]:

@@ -99,23 +99,35 @@ class Stats:
         spent = self.bytes["weights"] + self.bytes["checks"]
         if not every:
             return f"{self.env_steps} environment steps; no policy was sent to workers."
-        sentences = [
-            f"{self.env_steps} environment steps, {self.updates} versions of the policy: workers pulled weights "
-            f"{self.pulls} times where pulling every version would have been {self.pulls_if_every_update} times.",
-            f"{_size(spent)} for weights and checks instead of {_size(every)}, {1 - spent / every:.0%} saved.",
-        ]
+        versions = "1 version" if self.updates == 1 else f"{self.updates} versions"
+        pulled = (
+            f"{self.env_steps} environment steps, {versions} of the policy: workers pulled weights {self.pulls} times"
+        )
+        if self.pulls == self.pulls_if_every_update and spent == every:
+            sentences = [f"{pulled}, every version, {_size(every)}."]
+        else:
+            sentences = [
+                f"{pulled} where pulling every version would have taken {self.pulls_if_every_update}.",
+                f"{_size(spent)} for weights and checks instead of {_size(every)}, {_change(spent, every)}.",
+            ]
         if self.reasons[Reason.SHARED]:
             sentences.append("Workers that share the head's memory pulled all versions: a check takes longer there.")
         if self.reasons[Reason.BUDGET] and not math.isnan(self.threshold):
             sentences.append(f"The budget came to a threshold of {self.threshold:.2g} nats in the end.")
         if self.rehearsal is not None and 2 * self.rehearsal.num_judged > self.rehearsal.num_versions:
             share = self.rehearsal.num_pulls / self.rehearsal.num_versions
+            rows, num_workers = self.env_steps / self.updates, self.pulls_if_every_update / self.updates
+            would = share * every + self.updates * self.rehearsal.estimate_check_bytes(num_workers, rows)
             sentences.append(
                 f"AdaptiveSync({self.rehearsal.rule.threshold:g}) would have pulled about "
-                f"{self.pulls_if_every_update * share:.0f} times, {1 - share:.0%} fewer, judging by "
-                f"{self.rehearsal.num_judged} of the versions."
+                f"{self.pulls_if_every_update * share:.0f} times and sent about {_size(would)} with its checks, "
+                f"{_change(would, every)}, judging by {self.rehearsal.num_judged} of the versions."
             )
         return " ".join(sentences)
+
+
+def _change(spent: float, every: float) -> str:
+    return f"{1 - spent / every:.0%} saved" if spent <= every else f"{spent / every - 1:.0%} more"
 
 
 def _size(count: float) -> str:

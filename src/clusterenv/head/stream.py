@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from types import TracebackType
 from typing import Any, Self
 
@@ -46,8 +47,8 @@ class StreamWish:
     values: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        if self.max_lag is not None and not self.max_lag >= 0:
-            raise ConfigError(f"max_lag must be at least 0 versions, got {self.max_lag}.")
+        if self.max_lag is not None and not (isinstance(self.max_lag, Real) and self.max_lag >= 0):
+            raise ConfigError(f"max_lag must be at least 0 versions, got {self.max_lag!r}.")
 
 
 class Stream:

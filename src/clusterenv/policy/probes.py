@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from clusterenv.errors import PolicyError, WireError
+from clusterenv.errors import ClusterEnvError, PolicyError, WireError
 from clusterenv.policy.distribution import Array, Distribution
 from clusterenv.policy.policy import Policy, State, Tree, map_tree
 
@@ -56,9 +56,12 @@ class Form:
             policy: Any.
             obs: One observation or more.
             state: A recurrent state for each, if it has any.
+
+        Raises:
+            PolicyError: It cannot be evaluated.
         """
         one, two = (
-            policy.distribution(*take((obs, state), np.zeros(count, np.int64)))  # The first one, and that twice.
+            distribution_of(policy, *take((obs, state), np.zeros(count, np.int64)))  # The first one, and that twice.
             for count in (1, 2)
         )
         if one is None or two is None:
@@ -66,6 +69,11 @@ class Form:
         family, few = one.to_arrays()
         more = two.to_arrays()[1]
         return cls(two, family, frozenset(name for name in more if more[name].shape != few[name].shape))
+
+    @property
+    def row_bytes(self) -> int:
+        """What a worker sends for a row: the parameters, and which row it is."""
+        return 4 + sum(array[:1].nbytes for name, array in self.model.to_arrays()[1].items() if name in self.per_state)
 
     def pick(self, arrays: Mapping[str, Array], rows: NDArray[np.integer]) -> dict[str, Array]:
         """Return the parameters on some of the states."""
@@ -95,6 +103,23 @@ class Form:
                 f"{family[:100]!r} with {str(got)[:300]}."
             )
         self.model.with_arrays(arrays).check()
+
+
+def distribution_of(policy: Policy, obs: Tree, state: State | None) -> Distribution | None:
+    """Evaluate the learner's policy; None if it has no distributions.
+
+    Raises:
+        PolicyError: It raised something, most likely because training has diverged.
+    """
+    try:
+        return policy.distribution(obs, state)
+    except ClusterEnvError:
+        raise
+    except Exception as error:
+        raise PolicyError(
+            f"The policy raised {type(error).__name__}: {error}. It was being evaluated beside the learner, on "
+            "observations of the workers, to judge which of them take its newest version. Has training diverged?"
+        ) from error
 
 
 def take(probed: tuple[Tree, State | None], rows: Any) -> tuple[Tree, State | None]:

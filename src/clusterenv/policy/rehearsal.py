@@ -11,7 +11,7 @@ import numpy as np
 
 from clusterenv.policy.distribution import Array
 from clusterenv.policy.policy import Policy, State
-from clusterenv.policy.pool import Nest, Pool, Sample
+from clusterenv.policy.pool import POOL_ROWS, RENEWAL, Nest, Pool, Sample
 from clusterenv.policy.probes import Form
 from clusterenv.policy.sync import AdaptiveSync, Case
 
@@ -51,7 +51,21 @@ class Rehearsal:
         self._version = 0
         self._pool: Pool | None = None
         self._form: Form | None = None
+        self._row_bytes = 0
         self._tracker = self.rule.start()
+
+    def estimate_check_bytes(self, num_workers: float, num_rows: float) -> float:
+        """Return about what real workers would have sent to be judged at each version.
+
+        Those that pull the same version fill a pool together; those that keep an older one renew its pool.
+
+        Args:
+            num_workers: How many they are.
+            num_rows: How many steps they make per version, all together.
+        """
+        share = self.num_pulls / self.num_versions
+        wanted = POOL_ROWS * min(1.0, num_workers * share) + POOL_ROWS / RENEWAL * min(num_workers, 1 / share)
+        return self._row_bytes * min(wanted, num_rows)
 
     def adopt(self, version: int) -> None:
         """Note that workers were given another policy."""
@@ -99,6 +113,7 @@ class Rehearsal:
             self._is_over = True
             return None
         found.check()
+        self._row_bytes = self._form.row_bytes + sum(array[:1].nbytes for array in states.values())
         pool = Pool(self._form)
         pool.add(Sample(leaves, states, found.to_arrays()[1]), len(leaves[0]))
         return pool
