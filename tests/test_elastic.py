@@ -297,8 +297,10 @@ def test_a_rollout_that_has_lost_all_workers_waits_and_says_so_and_goes_on() -> 
 
 @pytest.mark.parametrize("call", ["step", "rollout"])
 def test_other_calls_wait_for_lost_workers_no_longer_than_they_may(call: str) -> None:
-    timeouts = Timeouts(join_s=9.0)
-    with ClusterEnv("CartPole-v1", NUM_ENVS, num_workers=2, launcher=Returning(), timeouts=timeouts) as envs:
+    timeouts, faults = Timeouts(join_s=9.0), Faults(max_restarts=2)
+    with ClusterEnv(
+        "CartPole-v1", NUM_ENVS, num_workers=2, launcher=Returning(), timeouts=timeouts, faults=faults
+    ) as envs:
         envs.reset(seed=1)
         for pid in envs.worker_pids:
             os.kill(pid, signal.SIGKILL)

@@ -139,7 +139,7 @@ def test_weights_cross_the_network_once_for_each_host(hosts: list[Host]) -> None
         assert set(info["policy_version"].tolist()) == {len(run.pulls)}
         assert run.envs.stats["pulls"] == 6 * 6
         assert run.envs.stats["bytes_weights"] == 6 * 2 * SIZE
-        assert "0% saved" in run.envs.summary()
+        assert "36 times, every version" in run.envs.summary()
 
 
 def test_in_a_stream_too_and_labels_are_those_of_what_acted(hosts: list[Host]) -> None:
@@ -174,6 +174,7 @@ def test_when_one_that_gets_weights_for_others_is_killed_they_get_their_own(host
         assert len(run.envs.losses) == 3
 
 
+@pytest.mark.slow
 def test_kills_in_a_stream_at_any_moment_mislabel_nothing(hosts: list[Host]) -> None:
     with spread(hosts, 6) as run:
         run.roll()

@@ -123,6 +123,7 @@ def test_an_id_without_a_vector_implementation_is_refused() -> None:
         NativeVector(make_worlds(), size=3)
 
 
+@pytest.mark.slow
 class TestEnvPool:
     """The adapter for EnvPool's environments."""
 

@@ -79,6 +79,7 @@ def pretend(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[s
     return request.param, os.environ | {"PRETEND": request.param, "PYTHONPATH": path}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [IMPORTS, SMOKE], ids=["import", "run"])
 def test_without_what_only_linux_has(script: str, pretend: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     name, environment = pretend

@@ -204,6 +204,7 @@ def test_recorded_episodes_are_those_of_a_loop_over_a_single_environment(
             assert_is(episode, metadata, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_the_dataset_is_the_same_for_any_number_of_workers_and_any_transport(
     tmp_path: Path, mode: AutoresetMode, remote: Backend

@@ -58,6 +58,7 @@ def merge(path: Path, *pieces: Path) -> None:
     assert main(["merge", *map(str, pieces or [path]), "--out", str(path)]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_the_dataset_is_that_of_a_recorder_on_the_head(tmp_path: Path, mode: AutoresetMode, remote: Backend) -> None:
     factories = make_factories(5, infos="sparse", longest_episode=6)

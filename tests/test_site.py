@@ -74,6 +74,7 @@ def test_the_reference_shows_docstrings(site: Path) -> None:
         assert text in page
 
 
+@pytest.mark.slow
 def test_dead_links_stop_the_build_and_are_all_named(tmp_path: Path) -> None:
     root = tmp_path / "project"
     shutil.copytree(ROOT / "docs", root / "docs")

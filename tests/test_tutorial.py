@@ -56,6 +56,7 @@ def test_what_the_page_quotes_is_in_the_scripts() -> None:
         assert any(quote in (SCRIPTS / f"{name}.py").read_text() for name in NAMES), quote
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_trains_and_prints_its_speed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     returns = train(name, total_timesteps=8_000, num_envs=16, num_steps=125)

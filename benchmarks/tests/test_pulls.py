@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_workers_that_share_a_machine_are_sent_one_copy(tmp_path: Path) -> None:
     command = f"-m benchmarks.studies.pulls --machines 2 --workers 4 --rounds 1 --out {tmp_path}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
