@@ -2,13 +2,13 @@
 
     python -m examples.actions
 
-It reaches a mean return of 500, the most there is, over the last 100 episodes after 150,000 steps; seed 1, two workers
-on a two-core machine that others were using, 1.8 minutes at `nice -n 19`, 24 seconds of CPU time.
+It reaches a mean return of 500, the maximum, over the last 100 episodes after 150,000 steps; seed 1, two workers on a
+two-core machine that others were using, 1.8 minutes at `nice -n 19`, 24 seconds of CPU time.
 
-This is PPO as one writes it for `gym.make_vec` or `SyncVectorEnv`, and the line that makes `envs` is all that is
-ClusterEnv's; `--gymnasium` puts Gymnasium's own line back, and learns exactly the same. Every step is a round trip to
-the workers. That is right for environments that are slow, and for agents that need the head's GPU; examples/ppo.py has
-the agent on the workers instead.
+This is PPO as you would write it for `gym.make_vec` or `SyncVectorEnv`; only the line that makes `envs` belongs to
+ClusterEnv. `--gymnasium` puts Gymnasium's own line back, and learns exactly the same. Every step is a round trip to the
+workers. That suits slow environments, and agents that need the head's GPU; examples/ppo.py has the agent on the workers
+instead.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""DQN: the workers explore with the newest Q-network they need, the head learns from replay.
+"""DQN: the workers explore with a Q-network as new as they need, and the head learns from replay.
 
     python -m examples.dqn
 
 It reaches a mean return of 179 over the last 100 episodes (exploring 5 % of the time) after 50,000 steps; seed 1, two
 workers on a two-core machine that others were using, 5.5 minutes at `nice -n 10`, 56 seconds of CPU time. The workers
-pulled weights 336 times where every-update sync would have had 752 pulls, and 24,000 gradient steps were made.
+pulled weights 336 times, where every-update sync would have taken 752 pulls, and 24,000 gradient steps were made.
 
 The exploration rate travels with the call, so it changes without any weights being sent. The weights change with every
 gradient step; workers take them only when their own Q-values have drifted (docs/explanation/sync.md).
-`rollout.transitions()` has true successors, also where an episode was cut short, so only real ends stop the bootstrap.
+`rollout.transitions()` has true successors, even where an episode was cut short, so only real ends stop the bootstrap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the examples' workers are started: the one place that lists launchers for their command lines.
+"""Where the examples' workers are started: the one place that lists the launchers for the examples' command lines.
 
 python -m examples.ppo --num-envs 256                          # on this machine
 python -m examples.ppo --num-envs 256 slurm --nodes 4          # a launcher's name, then its own options

@@ -5,12 +5,13 @@
 
 The first command reaches a mean return of 234 over the last 100 episodes (200 counts as solved) after 1 million steps,
 and 220 after 550,000; seed 1, two workers on a two-core machine that others were using, 6.8 minutes at `nice -n 19`,
-2.3 minutes of CPU time. The workers pulled weights 68 times where every-update sync would have had 244 pulls.
-The second reaches 500, the most there is, after 200,000 steps: 2.8 minutes at `nice -n 10`, 30 seconds of CPU time.
+2.3 minutes of CPU time. The workers pulled weights 68 times, where every-update sync would have taken 244 pulls.
+The second reaches 500, the maximum, after 200,000 steps: 2.8 minutes at `nice -n 10`, 30 seconds of CPU time.
 
-Two things differ from a PPO in one process. Rows of the rollout that only reset an environment are left out (`valid`).
+Two things differ from PPO in one process. Rows of the rollout that only reset an environment are left out (`valid`).
 And the objective is decoupled (Hilton, Cobbe and Schulman, 2021): the ratio is clipped against the learner's own policy
-from just before the update, and a weight corrects for the worker's possibly older one (docs/explanation/sync.md).
+from just before the update, and a weight corrects for the worker's policy, which may be older
+(docs/explanation/sync.md).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""PPO on a stream: the workers go on sampling while the head learns, and V-trace corrects for their older policies.
+"""PPO on a stream: the workers keep sampling while the head learns, and V-trace corrects for their older policies.
 
     python -m examples.ppo_async
 
 It reaches a mean return of 198 over the last 100 episodes (200 counts as solved) after 1 million steps; seed 1, two
 workers on a two-core machine that others were using heavily, 42 minutes at `nice -n 12`, 2.8 minutes of CPU time. The
-workers pulled weights 89 times where every-update sync would have had 490 pulls.
+workers pulled weights 89 times, where every-update sync would have taken 490 pulls.
 
-A rollout of a stream was made by a policy that may be several updates old (`rollout.ages`). Two things make up for it,
-both computed by the newest agent: values and advantages are V-trace's (Espeholt et al., 2018), which sees in the
-behaviour's log-probabilities how likely the newest policy would have gone the same way; and the ratio is clipped
-against the learner's own policy from just before the update, as in examples/ppo.py.
+The policy that made a stream's rollout may be several updates old (`rollout.ages`). Two things make up for that, both
+computed with the newest agent. Values and advantages are V-trace's (Espeholt et al., 2018), which tells from the
+behaviour policy's log-probabilities how likely the newest policy would have been to act in the same way. And the ratio
+is clipped against the learner's own policy from just before the update, as in examples/ppo.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-r"""PPO from pixels (Atari): a convolutional network on the workers, images as bytes between them and the head.
+r"""PPO from pixels (Atari): a convolutional network on the workers; images travel to the head as bytes.
 
     pip install "clusterenv-rl[torch,atari,examples]"
     python -m examples.ppo_atari
@@ -6,14 +6,14 @@ r"""PPO from pixels (Atari): a convolutional network on the workers, images as b
         --num-steps 64 --learning-rate 1e-3 --clip-coef 0.2 --torch-threads 1 --total-timesteps 21504
 
 The first command is Pong with CleanRL's hyper-parameters. It takes hours on a few cores and was not run here; CleanRL
-reports 20.4 for Pong and 415 for Breakout after 10 million steps, with a life as an episode and no sticky actions. The
-second is small enough to watch: the score that a climber makes in 256 steps rises from 550 in the first 16 episodes to
-1,156 in the last 16 (with seed 2 from 538 to 1,281); two workers on a two-core machine that others were using heavily,
+reports 20.4 for Pong and 415 for Breakout after 10 million steps, with each life an episode and no sticky actions. The
+second is small enough to watch: the climber's score in 256 steps rises from 550 in the first 16 episodes to 1,156 in
+the last 16 (with seed 2 from 538 to 1,281); two workers on a two-core machine that others were using heavily,
 13 minutes at `nice -n 5`, 47 seconds of CPU time. It shows that the agent learns, not how far it gets.
 
 Observations stay bytes until they are inside the network, so a stack of four frames travels as 28,224 bytes and not as
-four times that. Rewards are clipped to -1, 0 or 1 on the head, for the learner only: returns reported are the game's
-own scores. For the rest see examples/ppo.py, whose objective this is.
+four times that. Rewards are clipped to -1, 0 or 1 on the head, for the learner only: the reported returns are the
+game's own scores. The objective, and the rest, are as in examples/ppo.py.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
     pip install "gymnasium[mujoco]"
     python -m examples.ppo_continuous
 
-It reaches a mean return of 558 over the last 100 episodes (1000 is the most there is) after 100,000 steps, and 1000 in
-each of 20 evaluated ones; without its normalisation (`--no-normalise`) 195 and 919. Seed 1, two workers on a two-core
-machine. The workers pulled weights 14 times where every-update sync would have had 48 pulls. Larger
-robots want more steps, for instance `--env-id HalfCheetah-v5 --total-timesteps 1000000`; that was not run here.
+It reaches a mean return of 558 over the last 100 episodes (1000 is the maximum) after 100,000 steps, and 1000 in each
+of 20 evaluated ones; without its normalisation (`--no-normalise`) 195 and 919. Seed 1, two workers on a two-core
+machine. The workers pulled weights 14 times, where every-update sync would have taken 48 pulls. Larger
+robots need more steps, for instance `--env-id HalfCheetah-v5 --total-timesteps 1000000`; that was not run here.
 
-Observations are normalised inside the agent, by a mean and a deviation that the head keeps from all rollouts and that
-travel with the weights: one normalisation for all environments, wherever they run, and one that an exported agent has
-with it. Rewards are scaled on the head. So the returns reported are the environment's own. For the rest see
-examples/ppo.py, whose objective this is.
+Observations are normalised inside the agent, by a mean and a deviation that the head computes from all rollouts and
+that travel with the weights: one normalisation for all environments, wherever they run, and an exported agent carries
+it along. Rewards are scaled on the head, so the reported returns are the environment's own. The objective, and the
+rest, are as in examples/ppo.py.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
 
 It reaches a mean return of 309 over the last 100 episodes after 150,000 steps, and 309 in 20 evaluated ones, still
 rising; seed 1, two workers on a two-core machine that others were using, 1.9 minutes. The workers share the head's
-memory and pull every version: with weights of 136 kB that takes less time there than a check
+memory and pull every version: with weights of 136 kB, a pull takes less time there than a check
 (docs/explanation/sync.md).
 
-The workers carry the recurrent state from step to step and put it back to zero where an episode starts.
-`rollout.states` has the state before each step; the learner starts every sequence from the first of them. For the rest
-see examples/ppo.py, whose objective this is.
+The workers carry the recurrent state from step to step and reset it to zero where an episode starts. `rollout.states`
+has the state before each step; the learner starts every sequence from the first of them. The objective, and the rest,
+are as in examples/ppo.py.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""SAC with continuous actions: the workers go on sampling while the head learns from replay.
+"""SAC with continuous actions: the workers keep sampling while the head learns from replay.
 
     python -m examples.sac
 
-It reaches a mean return of -145 over the last 20 episodes, about the best there is, after 20,000 steps; seed 1, two
-workers on a two-core machine that others were using, 6.3 minutes, 70 seconds of CPU time of the head. The workers
-pulled weights 241 times where every-update sync would have had 596 pulls.
+It reaches a mean return of -145 over the last 20 episodes, about the best possible, after 20,000 steps; seed 1, two
+workers on a two-core machine that others were using, 6.3 minutes, 70 seconds of the head's CPU time. The workers
+pulled weights 241 times, where every-update sync would have taken 596 pulls.
 
 Only the actor is sent to workers; the critics stay on the head. Workers take new weights when their own actor has
-drifted (docs/explanation/sync.md). `rollout.transitions()` has true successors, also where a time limit cut an episode
-short, so only real ends stop the bootstrap: in Pendulum there are none.
+drifted (docs/explanation/sync.md). `rollout.transitions()` has true successors, even where a time limit cut an episode
+short, so only real ends stop the bootstrap; in Pendulum there are none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scalars: numbers of a training run, on the terminal, in TensorBoard and, if asked for, in Weights & Biases."""
+"""Scalars: a training run's numbers, on the terminal, in TensorBoard and, if asked for, in Weights & Biases."""
 
 from __future__ import annotations
 
