@@ -67,7 +67,7 @@ NONSENSE_VALUES: dict[str, bytes] = {
     "an array larger than its bytes": extension(10, ["<f8", [1 << 40], b"\x00" * 8]),
     "objects without items": extension(11, [[1 << 40], []]),
     "a time in units of nothing": extension(10, ["<M8[0s]", [1], b"\x00" * 8]),
-    "a Box of four gigabytes": extension(21, ["Box", [0.0, 1.0, [1 << 30], "<f4"]]),
+    "a Box of four gigabytes": extension(21, ["Box", [0.0, 1.0, [1 << 30], "<f4"], None]),
     "bytes in place of a list": extension(1, b"x" * 1000),
     "a generator beside its buffer": extension(
         13, ["MT19937", {"bit_generator": "MT19937", "state": {"key": [1] * 624, "pos": 1 << 22}}]

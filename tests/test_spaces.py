@@ -138,6 +138,21 @@ def test_spaces_and_specs_can_be_asked_for(backend: Backend) -> None:
         assert [spec.max_episode_steps for spec in envs.get_attr("spec")] == [500] * 2
 
 
+def seeded_world() -> World:
+    point = spaces.Dict({"x": spaces.Box(-1.0, 1.0, (2,), np.float32), "y": spaces.Tuple((spaces.Discrete(9),))})
+    world = World(observation_space=point)
+    world.action_space.seed(123)
+    world.observation_space.seed(7)
+    return world
+
+
+def test_spaces_that_a_factory_has_seeded_draw_what_they_draw_in_gymnasiums_environments(backend: Backend) -> None:
+    theirs = SyncVectorEnv([seeded_world] * 6)
+    with ClusterEnv([seeded_world] * 6, **backend) as ours:
+        for name in ("action_space", "observation_space", "single_action_space", "single_observation_space"):
+            assert_same(*([getattr(envs, name).sample() for _ in range(5)] for envs in (ours, theirs)), name)
+
+
 def test_an_object_that_may_not_cross_arrives_as_its_description_with_one_warning(remote: Backend) -> None:
     with ClusterEnv(make_factories(2), **remote) as envs, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")

@@ -22,7 +22,11 @@ _MAX_DIMENSIONS = 32  # numpy 1's own limit. Multiplying out a longer shape coul
 
 
 def describe(space: Space[Any]) -> list[Any] | None:
-    """Return `[kind, parts]` for a space of one of Gymnasium's own types, or None if it, or a part of it, is not."""
+    """Return `[kind, parts, generator]` for a space of one of Gymnasium's own types.
+
+    The generator is None unless the space was seeded or sampled from. Returns None if the space, or a part of it, is of
+    another type.
+    """
     cls = type(space)
     if cls not in _KINDS.values():
         return None
@@ -49,7 +53,7 @@ def describe(space: Space[Any]) -> list[Any] | None:
             parts = [describe(space.node_space), None if edges is None else describe(edges), edges is not None]
         case _:
             return None
-    return None if _has_gap(cls, parts) else [cls.__name__, parts]
+    return None if _has_gap(cls, parts) else [cls.__name__, parts, space._np_random]
 
 
 def build(description: list[Any]) -> Space[Any]:
@@ -58,7 +62,14 @@ def build(description: list[Any]) -> Space[Any]:
     Raises:
         WireError: It does not describe a space.
     """
-    kind, parts = description
+    kind, parts, generator = description
+    space = _build(kind, parts)
+    if isinstance(generator, np.random.Generator):  # Not of numpy's own kinds: a RemoteObject.
+        space._np_random = generator
+    return space
+
+
+def _build(kind: object, parts: object) -> Space[Any]:
     match kind, parts:
         case "Box", [low, high, shape, dtype]:
             # Box would broadcast scalar bounds to the shape, however large that is.
