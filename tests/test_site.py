@@ -70,7 +70,7 @@ def test_a_reader_needs_no_other_host(site: Path) -> None:
 @pytest.mark.xdist_group("site")
 def test_the_reference_shows_docstrings(site: Path) -> None:
     page = (site / "reference" / "api.html").read_text()
-    for text in ("Start the workers and make the environments", "Let the workers play whole episodes with the agent"):
+    for text in ("Start the workers and make the environments", "Play a fixed set of whole episodes with the agent"):
         assert text in page
 
 

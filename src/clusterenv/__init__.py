@@ -65,8 +65,8 @@ __all__ = [
     "vector_entry_point",
 ]
 
-# Imported when they are first used: a script that stays on one machine need not load the other launchers, and a
-# worker's guardian, which has this package as a parent, needs nearly nothing.
+# Imported on first use: a script that stays on one machine need not load the other launchers, and a worker's guardian,
+# whose module is part of this package, needs almost nothing.
 _HOMES = {
     "AdaptiveSync": "policy.sync",
     "BasePolicy": "policy.policy",

@@ -1,4 +1,4 @@
-"""Actions: from whatever a learner passes to `step` to what workers read."""
+"""Actions: converts what a learner passes to `step` into what workers read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _BATCHES = (np.ndarray, list, tuple, dict)
 
 
 def is_batch(actions: object) -> bool:
-    """Tell a batch of actions, or an attempt at one, from an agent that chooses them."""
+    """Whether this is a batch of actions, or an attempt at one, rather than an agent that chooses actions."""
     is_agent = callable(actions) or hasattr(actions, "act") or hasattr(actions, "predict")
     return not is_agent or hasattr(actions, "__array__")
 
 
 class ActionWriter:
-    """Puts actions into the planes where they have the planes' form, and hands them on as they are where they do not.
+    """Writes actions to the step buffers if they have the right shape and dtype, or else passes them on unchanged.
 
-    Environments must get exactly what they would get from `SyncVectorEnv`; so float64 actions for a float32 space, say,
-    are not cast on the way.
+    Environments must get exactly what they would get from `SyncVectorEnv`, so float64 actions for a float32 space, for
+    example, are not cast.
     """
 
     def __init__(self, space: Space[Any], layout: Layout, planes: Sequence[NDArray[Any]], num_envs: int) -> None:
@@ -38,10 +38,10 @@ class ActionWriter:
         """Return None if the actions are now in the step buffers; otherwise the actions, one per environment.
 
         Raises:
-            ValueError: Their number is wrong.
-            TypeError: They are not a batch.
+            ValueError: The number of actions is wrong.
+            TypeError: The actions are not a batch.
         """
-        if self._layout.is_single and isinstance(actions, np.ndarray):  # The common case, without a detour.
+        if self._layout.is_single and isinstance(actions, np.ndarray):  # The common case, on a short path.
             plane = self._planes[0]
             if actions.dtype == plane.dtype and actions.shape == plane.shape:
                 plane[...] = actions

@@ -18,18 +18,18 @@ class Timeouts:
 
     Attributes:
         join_s: For workers to start, join, and make their environments.
-        call_s: For a worker to finish a step or a reset. One that finishes none for this long is hung, and treated by
-            `Faults.on_loss`; a rollout of many steps may take longer.
+        call_s: For a worker to finish a step or a reset. A worker that finishes none for this long counts as hung, and
+            is handled by `Faults.on_loss`; a rollout of many steps may take longer.
         close_s: For workers to close their environments before they are killed.
-        silence_s: For any sign of life of a worker's process or machine, whatever its environments do.
-        trial_s: For making one environment here, before workers are queued that would find out late; 0 skips that.
+        silence_s: For any sign of life from a worker's process or machine, whatever its environments do.
+        trial_s: For making one environment on the head as a test, before workers are queued; 0 skips the test.
     """
 
     join_s: float = 300.0  # Cluster queues are slow; an interactive user presses Ctrl-C.
     call_s: float = 300.0  # One reset() of a whole shard may load many simulators one after another.
     close_s: float = 5.0  # Workers close their environments first; after this they are killed.
-    silence_s: float = 10.0  # Not of an environment at work: of the worker's network, machine or process as a whole.
-    trial_s: float = 20.0  # For making one environment here before workers are queued that would; 0 skips that.
+    silence_s: float = 10.0  # Heartbeats go on while an environment computes: silence means network, machine, process.
+    trial_s: float = 20.0  # A factory that fails should fail here, not after an hour in a queue.
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -46,16 +46,16 @@ class Faults:
     Attributes:
         on_loss: What happens when a worker dies, hangs or vanishes. "replace" starts a new one and makes its
             environments again: `step` returns their rows truncated, with `info["worker_lost"]`, and `rollout` collects
-            them anew. "raise" raises WorkerLost.
+            their steps again. "raise" raises WorkerLost.
         on_env_error: What happens when an environment raises. "raise" raises WorkerFailed. "reset" truncates its
-            episode, with `info["env_error"]`, and goes on; see docs/explanation/reliability.md.
-        min_workers: Begin when this many workers are there. `stream` uses those that are; the others take part as they
-            come, and who was lost, when it is back. All other calls wait for all.
-        max_restarts: How many workers may be started again in the whole run, so that a job that keeps crashing does not
-            spend without end; then WorkerLost is raised. None: as many as it takes, but no worker more than three times
-            in a row without having done any work.
-        max_worker_hours: How long the workers of the run may be there, all together: 8 workers use 8 hours in one. Then
-            they are ended, and BudgetSpent is raised by whatever the learner calls next. None: as long as it takes.
+            episode, with `info["env_error"]`, and continues; see docs/explanation/reliability.md.
+        min_workers: Begin once this many workers have joined. `stream` uses the workers present; late or replaced ones
+            take part as soon as they are ready. All other calls wait for every worker.
+        max_restarts: How many times workers may be restarted in the whole run, so that a job that keeps crashing does
+            not run up costs; after that, WorkerLost is raised. None: no limit, but no worker is restarted more than
+            three times in a row without having done any work.
+        max_worker_hours: The run's budget in worker-hours: 8 workers use 8 per hour. When it is spent, the workers are
+            stopped, and the learner's next call raises BudgetSpent. None: no limit.
     """
 
     on_loss: str = "replace"
@@ -77,15 +77,15 @@ class Faults:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """How head and workers find each other and talk.
+    """How head and workers find each other and communicate.
 
     Attributes:
         transport: "auto" uses shared memory for every worker that can reach it and ZeroMQ for the others; "shm" and
             "zmq" insist on one.
-        listen: The head's own address for workers to come in by, "HOST" or "HOST:PORT"; by default the one that routes
-            to the launcher's hosts, and a random port. For workers on this machine no port is opened unless one of
-            these two is given.
-        advertise: What workers are told, if it differs: behind a NAT, or with a forwarded port.
+        listen: The address the head listens on, "HOST" or "HOST:PORT"; by default the one that routes to the
+            launcher's hosts, and a random port. If all workers are on this machine, no port is opened unless `listen`
+            or `advertise` is given.
+        advertise: The address workers connect to, if it differs from `listen`: behind a NAT, or with a forwarded port.
     """
 
     transport: str = "auto"
@@ -101,16 +101,16 @@ class Network:
 
 
 def thread_variables(threads: int) -> dict[str, str]:
-    """Return the environment variables by which BLAS, OpenMP and torch are told how many threads to use."""
+    """Return the environment variables that set how many threads BLAS, OpenMP and torch use."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return dict.fromkeys(names, str(threads))
 
 
 def usable_cores(root: str = "/") -> int:
-    """Count the cores this process may really use: its affinity mask, and the quotas of its cgroups if it has any.
+    """Count the cores this process may really use, given its affinity mask and its cgroups' quotas.
 
     Args:
-        root: Where `proc` and `sys` are.
+        root: The directory that holds `proc` and `sys`.
     """
     try:
         cores = len(os.sched_getaffinity(0))
@@ -132,7 +132,7 @@ def whole_number(name: str, value: object, *, least: int) -> int:
     """Return a count as an int; numpy's integers are welcome, bools and floats are not.
 
     Raises:
-        ConfigError: It is not a whole number, or too small.
+        ConfigError: The value is not a whole number, or is too small.
     """
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} must be an int of at least {least}, got {value!r}.")
@@ -145,7 +145,7 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _cgroup_quotas(root: str) -> Iterator[float]:
-    """Find the CPU quotas, in cores, of this process's cgroups (version 1 and 2) and of all cgroups around them."""
+    """Yield the CPU quotas, in cores, of this process's cgroups (version 1 and 2) and of all their ancestors."""
     try:
         lines = _read(root, "proc/self/cgroup").splitlines()
     except OSError:  # Not Linux.
@@ -153,7 +153,7 @@ def _cgroup_quotas(root: str) -> Iterator[float]:
     for _, controllers, path in (line.split(":", 2) for line in lines):  # "0::/user.slice", "3:cpu,cpuacct:/docker/1"
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # A container may see its own cgroup as the root, while its path is that of the machine.
+        # A container may see its own cgroup as the root, although the path given is the machine's.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for mount in (controllers, "cpu") if controllers else ("", "unified"):
             for depth in range(len(parts) + 1):

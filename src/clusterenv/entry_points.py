@@ -1,7 +1,7 @@
-"""Entry points: a ClusterEnv where scripts make their environments with `gymnasium.make_vec`.
+"""Entry points: get a ClusterEnv from scripts and libraries that call `gymnasium.make_vec`.
 
-Gymnasium's vectorization modes are a closed list. `make_vec` has the same signature and one mode more, "cluster";
-`vector_entry_point` lets a registration say that its vector environment is a ClusterEnv, also where a library calls
+Gymnasium's vectorization modes are a closed list. Our `make_vec` has the same signature and one more mode, "cluster".
+With `vector_entry_point`, a registered environment's vector environment is a ClusterEnv even where a library calls
 `gymnasium.make_vec` itself.
 """
 
@@ -33,13 +33,13 @@ def make_vec(
     """Make vector environments as `gymnasium.make_vec` does, by default on workers.
 
     Args:
-        id: Of the environment, or its spec.
-        num_envs: How many.
-        vectorization_mode: "cluster", the default: a ClusterEnv. "vector_entry_point": one that runs the environment's
-            own vector implementation on each worker. "sync" and "async" are left to Gymnasium.
+        id: The environment's id or spec.
+        num_envs: The number of environments.
+        vectorization_mode: "cluster", the default, makes a ClusterEnv; "vector_entry_point" makes a ClusterEnv that
+            runs the environment's own vector implementation on each worker. "sync" and "async" are left to Gymnasium.
         vector_kwargs: Arguments for ClusterEnv: `num_workers`, `launcher`, `autoreset_mode`, ...
-        wrappers: Applied to each environment on its worker, the first innermost.
-        kwargs: For `gymnasium.make`.
+        wrappers: Applied to each environment on its worker; the first is innermost.
+        kwargs: Arguments for `gymnasium.make`.
 
     Raises:
         ConfigError: An argument is wrong.
@@ -59,7 +59,7 @@ def make_vec(
 
 
 def vector_entry_point(env: str | EnvSpec | Callable[..., Env[Any, Any]], **options: Any) -> Callable[..., ClusterEnv]:
-    """Return what a registration takes as `vector_entry_point`, so that `gymnasium.make_vec(id, n)` is a ClusterEnv.
+    """Return a `vector_entry_point` for `gymnasium.register`, so that `gymnasium.make_vec(id, n)` makes a ClusterEnv.
 
     gymnasium.register("Walker-v0", Walker, vector_entry_point=vector_entry_point(Walker, num_workers=8))
 

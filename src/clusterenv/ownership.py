@@ -11,7 +11,7 @@ from clusterenv.errors import ConcurrentUse
 
 
 class Ownership:
-    """Keeps forked processes and second threads out of a block. The thread that is in it may enter it again."""
+    """Keeps forked processes and other threads out of a block. The thread inside the block may enter it again."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -27,18 +27,18 @@ class Ownership:
         if os.getpid() != self._pid:
             raise ConcurrentUse(
                 f"These environments belong to process {self._pid}, and this is a forked copy of it (process "
-                f"{os.getpid()}): two processes cannot share one conversation with the workers. Make a ClusterEnv in "
+                f"{os.getpid()}): two processes cannot share one connection to the workers. Make a ClusterEnv in "
                 "each process."
             )
         if not self._lock.acquire(blocking=False) and not self._take_over():
             raise ConcurrentUse(
-                "Another thread is in a call on these environments. One at a time may use them: hand them over when "
-                "the call has returned, or make a ClusterEnv per thread."
+                "Another thread is in a call on these environments. Only one thread at a time may use them: hand them "
+                "over when the call has returned, or make a ClusterEnv per thread."
             )
         self._thread = threading.get_ident()
 
     def _take_over(self) -> bool:
-        """Take the lock of a thread that is in no call: Ctrl-C came between taking it and leaving it."""
+        """Take over the lock of a thread that is not in a call: Ctrl-C kept that thread from releasing it."""
         frame = sys._current_frames().get(self._thread or 0)
         while frame is not None:
             if frame.f_globals.get("__name__", "").startswith("clusterenv."):

@@ -1,4 +1,4 @@
-"""Resets: a user's seeds and masks, checked and spread over the environments."""
+"""Resets: checks a user's seeds and masks, and spreads them over the environments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SEED_LIMIT = 2**63
 
 
 def spread_seed(seed: int | list[int | None] | None, num_envs: int) -> list[int | None]:
-    """Return one seed per environment: an int s gives environment i the seed s + i."""
+    """Return one seed per environment; an int s gives environment i the seed s + i."""
     if seed is None:
         return [None] * num_envs
     if isinstance(seed, int | np.integer):
@@ -27,12 +27,12 @@ def spread_seed(seed: int | list[int | None] | None, num_envs: int) -> list[int 
         seeds = [None if item is None else int(item) for item in seed]
     for item in seeds:
         if item is not None and not -_SEED_LIMIT <= item < _SEED_LIMIT:
-            raise ValueError(f"Seeds must be numbers of 64 bits, so that they can be sent to workers; got {item}.")
+            raise ValueError(f"Seeds must fit in 64 bits, so that they can be sent to workers; got {item}.")
     return seeds
 
 
 def checked_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
-    """Check a reset mask, in Gymnasium's words."""
+    """Check a reset mask, with Gymnasium's error messages."""
     if not isinstance(mask, np.ndarray):
         raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
     if mask.shape != (num_envs,):

@@ -1,4 +1,4 @@
-"""Rollout: T steps of N environments, with the versions of the policy that made them."""
+"""Rollout: T steps of N environments, with the policy versions that chose the actions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEARNED = ("obs", "actions", "rewards", "terminations", "truncations", "valid",
 class Transitions(NamedTuple):
     """Single transitions for a replay buffer, each array `[M, ...]`, in order of time, then environment.
 
-    `next_obs` is the observation the action really led to, also where an episode ended.
+    `next_obs` is the observation the action really led to, even where an episode ended.
     """
 
     obs: Any
@@ -33,12 +33,12 @@ class Episodes:
     """The episodes that finished during a rollout, one entry each.
 
     Attributes:
-        returns: Sum of rewards since the episode began, in earlier rollouts too.
-        lengths: Steps since then.
-        env_indices: Whose.
-        steps: At which step of this rollout.
-        infos: The info of the episode's last step.
-        columns: In which column: a stream may deliver two rollouts of an environment side by side.
+        returns: Each episode's sum of rewards, including those from earlier rollouts.
+        lengths: Each episode's number of steps, counted likewise.
+        env_indices: The environment of each episode.
+        steps: The step of this rollout at which each episode ended.
+        infos: The info of each episode's last step.
+        columns: The rollout's column of each episode: a stream may deliver two rollouts of an environment side by side.
     """
 
     returns: NDArray[np.float64]
@@ -54,12 +54,12 @@ class Episodes:
 
 @dataclass(frozen=True, eq=False)
 class Finals:
-    """The last observations of finished episodes: what their last actions led to.
+    """The final observations of finished episodes: what their last actions led to.
 
     Attributes:
-        obs: `[F, ...]`, nested as the observation space is.
+        obs: `[F, ...]`, nested like the observation space.
         steps: The step of the rollout at which each episode ended.
-        columns: In which column.
+        columns: The column of the rollout in which each episode ended.
     """
 
     obs: Any
@@ -69,14 +69,14 @@ class Finals:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Positions:
-    """Where each environment stood when a rollout began; each `[N]`. With it, episodes can be put together again.
+    """Where each environment stood when a rollout began, each `[N]`; lets episodes be pieced together across rollouts.
 
     Attributes:
-        lives: Another number for every process that has run the environment: one that takes over begins new episodes.
-        episodes: The number of the episode it was in.
-        steps: How many steps of that it had taken; -1 if its beginning was not seen.
-        seeds: What that was reset with; -1 if it had no seed, or it is not known.
-        run: Another number for every ClusterEnv.
+        lives: A number unique to each process that has run the environment: a replacement begins new episodes.
+        episodes: The number of the episode the environment was in.
+        steps: How many steps of that episode it had taken; -1 if the episode's beginning was not seen.
+        seeds: The seed that episode was reset with; -1 if there was none, or it is unknown.
+        run: A number unique to each ClusterEnv.
     """
 
     lives: NDArray[np.int64]
@@ -88,19 +88,19 @@ class Positions:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Rollout:
-    """Arrays `[T, N, ...]`: first time, then environment.
+    """T steps of N environments, as arrays `[T, N, ...]`.
 
-    Column i is environment i. In a rollout of some environments only, as streams deliver them, it is `env_indices[i]`.
+    Column i is environment i; if the rollout covers only some environments, as in streams, it is `env_indices[i]`.
 
     Attributes:
-        obs: What each action was chosen on, nested as the observation space is.
-        actions: Nested as the action space is.
-        extras: What the policy returned beside actions, by name: "logprob", "value", ...
-        next_obs: `[N, ...]`, after the last step: what to bootstrap from.
-        valid: False where no action was taken, so that the row is no transition: in NEXT_STEP mode the step that
+        obs: The observations on which the actions were chosen, nested like the observation space.
+        actions: Nested like the action space.
+        extras: What the policy returned besides actions, by name: "logprob", "value", ...
+        next_obs: `[N, ...]`, the observations after the last step, to bootstrap from.
+        valid: False where no action was taken, so that the row is not a transition: in NEXT_STEP mode the step that
             resets an environment; without autoreset all steps after an episode's end. Leave such rows out of the loss.
         states: The policy's recurrent state before each step, by name; empty if it has none.
-        finals: The last observations of finished episodes.
+        finals: The final observations of finished episodes.
         episodes: The finished episodes' returns and lengths.
         positions: Where the environments stood before the first step.
         env_indices: `[N]`, the environment of each column.
@@ -158,9 +158,9 @@ class Rollout:
         say where the data comes from, and are not learned from.
 
         Args:
-            device: Where the tensors go; on the CPU by default.
+            device: The device of the tensors; by default the CPU.
         """
-        import torch  # Only who has torch asks for it.
+        import torch  # Optional dependency.
 
         def convert(array: Any) -> Any:
             is_array = isinstance(array, np.ndarray)
@@ -171,14 +171,14 @@ class Rollout:
         return replace(self, **changed)
 
     def to_tensordict(self, device: Any = None) -> Any:
-        """Return a `TensorDict` of batch size `[T, N]`, laid out as TorchRL's collectors do.
+        """Return a `TensorDict` of batch size `[T, N]`, laid out like those of TorchRL's collectors.
 
-        Its keys are "observation", "action", the extras and recurrent states by their names, "valid", and under "next"
+        Its keys are "observation", "action", "valid", the extras and recurrent states by their names, and under "next"
         the "observation" each action really led to, "reward", "terminated", "truncated" and "done". On the CPU all but
         the next observations share the rollout's memory.
         """
         try:
-            from tensordict import TensorDict  # Only who has it asks for it.
+            from tensordict import TensorDict  # Optional dependency.
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("to_tensordict() needs the package tensordict: pip install tensordict") from error
 
@@ -199,7 +199,7 @@ class Rollout:
 
         def follow(obs: NDArray[Any], last: NDArray[Any], final: NDArray[Any]) -> NDArray[Any]:
             following = np.concatenate([obs[1:], last[None]])
-            if self.autoreset_mode is AutoresetMode.SAME_STEP:  # Else the final observation is the next row's own.
+            if self.autoreset_mode is AutoresetMode.SAME_STEP:  # Otherwise the next row is the final observation.
                 following[self.finals.steps, self.finals.columns] = final
             return following
 
@@ -209,7 +209,7 @@ class Rollout:
         """Return the valid steps as single transitions, with true final observations.
 
         Raises:
-            TypeError: This is a rollout with tensors.
+            TypeError: The rollout holds tensors.
         """
         if not isinstance(self.valid, np.ndarray):
             raise TypeError("This rollout holds tensors: take transitions() of the one with arrays, before to_torch().")

@@ -1,4 +1,4 @@
-"""Scalars: `envs.stats` for whatever draws curves."""
+"""Scalars: log `envs.stats` to TensorBoard, Weights & Biases or any function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from clusterenv.errors import ConfigError
 
-# By what a curve is about; TensorBoard and Weights & Biases show each as a section of its own.
+# TensorBoard and Weights & Biases show what precedes the slash as a section.
 _SECTIONS = {
     "rollouts": ("env_steps", "rollouts", "env_steps_per_second", "collect_seconds", "worker_idle_share", "fast_path"),
     "workers": ("workers", "workers_mean", "worker_hours"),
@@ -27,10 +27,10 @@ def log_stats(envs: Any, logger: Any, *, step: int | None = None) -> dict[str, f
         step: The x-axis; by default the number of environment steps so far.
 
     Returns:
-        What was logged. What is no number, or not known yet, is left out.
+        The values that were logged. Entries that are not numbers, or not known yet, are left out.
 
     Raises:
-        ConfigError: The logger is none of these.
+        ConfigError: The logger is none of the above.
     """
     stats = envs.stats
     step = int(stats["env_steps"]) if step is None else step

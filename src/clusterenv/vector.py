@@ -1,4 +1,4 @@
-"""A backend's environments as Gymnasium's vector API has them, exactly."""
+"""BackedVectorEnv: offers a backend's environments through exactly Gymnasium's vector API."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
     copy: bool
 
     def _serve(self, backend: Remote | Inline, sample: Sample) -> None:
-        """Take charge of a backend, whose environments are like the sample."""
+        """Take charge of a backend, whose environments the sample describes."""
         self._end_with(backend)
         self.metadata = {**sample.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = sample.render_mode
@@ -49,18 +49,18 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         self._action_layout = Layout(self.single_action_space)
         self._backend = backend
         self._actions = ActionWriter(self.action_space, self._action_layout, backend.buffers[0].actions, self.num_envs)
-        self._pending: tuple[str, Any] | None = None  # The call under way: its name, and what the backend knows it by.
+        self._pending: tuple[str, Any] | None = None  # The call under way: its name, and its handle.
         self._was_reset = False
         self._owner = Ownership()
 
     def _end_with(self, backend: Remote | Inline) -> None:
-        """See to it that a backend is closed when this object is gone, however far it has come."""
+        """Make sure that a backend is closed when this object is gone, even if its construction failed."""
         if "_finalizer" not in vars(self):
             self._finalizer = weakref.finalize(self, backend.close)
 
     @property  # type: ignore[misc]  # read-only, as SyncVectorEnv has it
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]  # as SyncVectorEnv has it
-        """The environments' random generators (copies, where they live on workers)."""
+        """The environments' random generators (copies, if the environments are on workers)."""
         return self.get_attr("np_random")
 
     @property
@@ -71,10 +71,10 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset all environments, or those that `options["reset_mask"]` names.
+        """Reset all environments, or those in `options["reset_mask"]`.
 
         Args:
-            seed: An int gives environment i the seed `seed + i`; a list has one for each.
+            seed: An int gives environment i the seed `seed + i`; a list has one seed per environment.
             options: Passed to every environment, without the mask.
 
         Returns:
@@ -86,11 +86,11 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 self.reset_async(seed=seed, options=options)
                 return self.reset_wait()
             except BaseException:
-                self._pending = before  # Nobody waits for what was begun here.
+                self._pending = before  # Nobody waits for the call that was begun here.
                 raise
 
     def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
-        """Start a reset; `reset_wait` brings its results."""
+        """Start a reset; `reset_wait` returns its results."""
         with self._owner:
             self._check_idle("reset_async")
             seeds = spread_seed(seed, self.num_envs)
@@ -140,7 +140,7 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 raise
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Start a call; `call_wait` brings its results."""
+        """Start a call; `call_wait` returns its results."""
         with self._owner:
             self._check_idle("call_async")
             if name in _REFUSED_CALLS:
@@ -148,7 +148,7 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
             self._pending = "call", self._backend.invoke(name, args, kwargs)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Wait for the call under way, at most `timeout` seconds; one result per environment."""
+        """Wait for the call under way, at most `timeout` seconds; returns one result per environment."""
         with self._owner:
             return tuple(self._finish("call", timeout).results)
 
@@ -160,8 +160,8 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         """Set an attribute of every environment.
 
         Args:
-            name: The attribute; the outermost wrapper that has it is changed.
-            values: A list or tuple with a value for each environment, or one value for all.
+            name: The attribute; it is set on the outermost wrapper that has it.
+            values: A list or tuple with one value per environment, or one value for all.
         """
         with self._owner:
             self._check_idle("set_attr")
@@ -176,7 +176,7 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
             self._backend.finish(handle)
 
     def apply(self, function: Callable[[Any], Any], indices: Sequence[int]) -> tuple[Any, ...]:
-        """Run a function on the environments with these indices, where they are; one result each, in that order."""
+        """Run a function on the environments with these indices, on their workers; returns one result per index."""
         with self._owner:
             self._check_idle("apply")
             indices = [range(self.num_envs)[index] for index in indices]  # Negative ones count from the end.
@@ -187,15 +187,15 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
             return tuple(results[index] for index in indices)
 
     def render(self) -> tuple[Any, ...]:
-        """Return what every environment renders."""
+        """Return every environment's `render()` result."""
         return self.call("render")
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers and leave nothing behind.
 
         Args:
-            timeout: How many seconds workers get to close their environments before they are killed.
-            terminate: Do not wait for them at all.
+            timeout: How many seconds workers have to close their environments before they are killed.
+            terminate: Whether to kill workers without waiting.
         """
         if not self._owner.is_here:
             return  # A forked copy of the head must not end its parent's workers.
@@ -204,7 +204,7 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
                 logger.warn(f"Calling `close` while waiting for a pending call to `{self._pending[0]}` to complete.")
                 self._pending = None
             self._backend.close(timeout, terminate=terminate)
-            self._finalizer.detach()  # Last: if this was interrupted, it can be done again, or is done at the end.
+            self._finalizer.detach()  # Last, so that after an interrupt the finalizer still closes the backend.
 
     def __enter__(self) -> Self:
         """Return the environment itself."""
@@ -213,7 +213,7 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close the environment."""
         self.close()
 
     def _check_idle(self, name: str) -> None:
@@ -237,7 +237,7 @@ class BackedVectorEnv(VectorEnv[Any, Any, NDArray[Any]]):
         try:
             return self._backend.finish(pending[1], timeout)
         except CallTimeout:
-            self._pending = pending  # The same wait may be tried again.
+            self._pending = pending  # The caller may wait again.
             raise
 
     def _note_step(self, outcome: Outcome) -> None:

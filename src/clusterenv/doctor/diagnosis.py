@@ -1,4 +1,4 @@
-"""Diagnosis: workers did not come up; which step of the way failed, and what to do next."""
+"""Diagnosis: if workers did not come up, which step failed, and what to do next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clusterenv.errors import ClusterEnvError, ConfigError
 from clusterenv.launchers.base import Fleet, Launcher
 from clusterenv.wire.ticket import Ticket
 
-# The steps of the way, in order, and what is true once each is done.
+# The steps of starting workers, in order, and what is true once each is done.
 STEPS = {
     "start": "workers are started",
     "python": "Python and clusterenv start there",
@@ -19,7 +19,7 @@ STEPS = {
     "versions": "the versions of both sides fit together",
 }
 
-# What a worker's log or its end says, the step that failed, and the remedy.
+# A pattern in an error, a worker's log or its exit; the step that failed; and the remedy.
 _SIGNS = [
     (
         r"Could not resolve hostname (\S+?): |hosts names (\S+?),? .*no such host is known",
@@ -108,7 +108,7 @@ class Finding:
     next_step: str = ""
 
     def __str__(self) -> str:
-        """Write it as a line, and the next step below."""
+        """Format the finding as a line, with the next step below."""
         first, *more = self.text.strip().splitlines()
         if self.next_step:
             more += textwrap.wrap(f"next: {self.next_step}", _WRAP)
@@ -117,16 +117,16 @@ class Finding:
 
 
 class Witness(Launcher):
-    """Launches as another launcher does, and remembers what became of the workers when the head has put them away.
+    """Launches as another launcher does, and remembers what became of the workers after the head has stopped them.
 
-    It does not say that workers may have to queue: what the doctor runs is known to work, and needs no trial.
+    `queues` stays False even if the launcher's is True: the doctor's environment is known to work, and needs no trial.
 
     Attributes:
-        endpoint: Where the workers were told to find the head; None as long as it has none.
-        has_started: Whether the launcher did its part.
-        exits: How workers ended that ended on their own.
-        tails: The ends of all workers' logs.
-        status: What workers last waited for.
+        endpoint: The head's address as given to the workers; None before the launch.
+        has_started: Whether the launcher succeeded.
+        exits: How the workers that ended on their own ended.
+        tails: The last lines of all workers' logs.
+        status: What workers were last waiting for.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -146,7 +146,7 @@ class Witness(Launcher):
         return self._launcher.route_to
 
     def launch(self, ticket: Ticket, num_workers: int) -> Fleet:
-        """Launch, and keep an eye on the fleet."""
+        """Launch the workers, and watch the fleet."""
         self.endpoint = ticket.endpoint
         fleet = self._launcher.launch(ticket, num_workers)
         self.has_started = True
@@ -157,7 +157,7 @@ class Witness(Launcher):
 
 
 def diagnose(error: ClusterEnvError, witness: Witness) -> Iterator[Finding]:
-    """Tell which steps workers got through, which one they did not, and what to do about it."""
+    """Yield the steps that succeeded, the one that failed, and what to do about it."""
     failed, next_step = _find_failure(error, witness)
     for subject, text in STEPS.items():
         if subject == failed:
@@ -169,7 +169,7 @@ def diagnose(error: ClusterEnvError, witness: Witness) -> Iterator[Finding]:
 def _find_failure(error: ClusterEnvError, witness: Witness) -> tuple[str, str]:
     if isinstance(error, ConfigError):
         return "start", "Correct what is named above."
-    # What the error tells of first: of several workers each may have failed in its own way.
+    # The error comes first: each worker may have failed in its own way.
     for said in (str(error), "\n".join([*witness.exits.values(), *witness.tails.values()])):
         for pattern, subject, remedy in _SIGNS:
             if sign := re.search(pattern, said):

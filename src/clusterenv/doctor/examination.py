@@ -1,4 +1,4 @@
-"""Examination: a real run of a tiny environment through the launcher, and what it shows."""
+"""Examination: runs a tiny environment through the launcher, and reports what that shows."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def examine(
     addresses: tuple[str | None, str | None] = (None, None),
     join_s: float = 120.0,
 ) -> Iterator[Finding]:
-    """Start workers, look at them and measure; yields findings as they are made.
+    """Start workers, check them and measure; yield findings as they are made.
 
     Args:
         launcher: Starts the workers.
-        num_workers: How many.
-        env_id: An environment to try on each of them.
-        addresses: Where to listen and what to advertise, as for `ClusterEnv`.
+        num_workers: The number of workers.
+        env_id: An environment to try on each worker.
+        addresses: Where to listen and what to advertise, as in `Network`.
         join_s: How long workers may take to join.
     """
     witness = Witness(launcher)
@@ -91,7 +91,7 @@ def _judge_versions(places: Sequence[dict[str, Any]]) -> Finding:
     )
     if not differences:
         return Finding("versions", True, f"the same on both sides: {_list(f'{n} {v}' for n, v in ours.items())}")
-    # Those that cannot work together were sent away when they joined.
+    # Workers with incompatible versions were refused when they joined.
     return Finding("versions", True, f"close enough, though not the same: {'; '.join(differences)}")
 
 
@@ -149,10 +149,10 @@ def _measure_round_trip(envs: ClusterEnv) -> Finding:
 
 
 def _measure_width(envs: ClusterEnv) -> Finding:
-    """Send arrays both ways: small ones first, and then as large ones as pass in a moment."""
+    """Send arrays both ways: small ones first, then ones as large as can be sent in about half a second."""
     small_s = max(_time_both_ways(envs, _SMALL_BYTES))
     size = int(np.clip(_SMALL_BYTES * _MOMENT_S / small_s, _SMALL_BYTES, _LARGE_BYTES))
-    # The least of several: whatever else goes on only ever adds.
+    # The minimum of several: other activity can only add time.
     there_s, back_s = np.min([_time_both_ways(envs, size) for _ in range(_NUM_LARGE)], axis=0)
     megabits = size * envs.num_envs * 8 / 1e6
     return Finding(

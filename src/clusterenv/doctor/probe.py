@@ -1,4 +1,4 @@
-"""Probe: the environment that the doctor runs on every worker. It tells about the place where it runs."""
+"""Probe: the environment that the doctor runs on every worker, and that describes the machine it runs on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUM_STEPS = 100
 
 
 class Probe(gym.Env[NDArray[np.uint8], np.int64]):
-    """An environment whose steps cost nothing, so that what a step takes is what the way takes."""
+    """An environment whose steps cost nothing, so that a step measures only communication."""
 
     observation_space = spaces.Box(0, 255, (8,), np.uint8)
     action_space = spaces.Discrete(2)
@@ -36,18 +36,18 @@ class Probe(gym.Env[NDArray[np.uint8], np.int64]):
         return np.zeros(8, np.uint8), 0.0, False, False, {}
 
     def describe_place(self) -> dict[str, Any]:
-        """Tell which machine and Python this is, and how many cores and threads it may use."""
+        """Return this machine's name and Python, and how many cores and threads it may use."""
         return {
             "hostname": socket.gethostname(),
             "python": sys.executable,
             "versions": installed_versions(),
             "cores": usable_cores(),
-            # BLAS goes by the smallest that is set, and by the number of cores if none is.
+            # BLAS uses the smallest that is set, or the number of cores if none is.
             "threads": min((int(os.environ[name]) for name in thread_variables(1) if _is_number(name)), default=None),
         }
 
     def try_environment(self, env_id: str) -> dict[str, Any]:
-        """Make, reset and step an environment, and tell how it went."""
+        """Make, reset and step an environment, and report how it went."""
         return try_environment(env_id)
 
     def send_back(self, size_bytes: int) -> NDArray[np.uint8]:
@@ -63,7 +63,7 @@ def try_environment(env_id: str) -> dict[str, Any]:
     """Make, reset and step an environment here.
 
     Returns:
-        `make_s` and `step_s`, the seconds that took; or `error`, what went wrong.
+        `make_s` and `step_s`, the seconds taken by making it and by one step; or `error`, what went wrong.
     """
     try:
         began = time.perf_counter()
@@ -79,7 +79,7 @@ def try_environment(env_id: str) -> dict[str, Any]:
                 env.reset()
         done = time.perf_counter()
         env.close()
-    except Exception as error:  # noqa: BLE001 - an environment may raise anything; it is what was asked for
+    except Exception as error:  # noqa: BLE001 - an environment may raise anything, and that is what we report
         return {"error": f"{type(error).__name__}: {error}"}
     return {"make_s": made - began, "step_s": (done - stepping) / _NUM_STEPS}
 

@@ -1,4 +1,4 @@
-"""Alike: whether the environments of a run are of one kind, as an evaluation needs them."""
+"""Alike: whether the environments of a run are all of one kind, which an evaluation requires."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ log = logging.getLogger(__name__)
 
 
 def check_alike(factories: Sequence[Any], ask: Callable[[Callable[[Any], Any]], Sequence[Any]]) -> None:
-    """Check that all factories make environments of one kind: an evaluation uses those of the first.
+    """Check that all factories make environments of one kind: an evaluation uses only the first factory.
 
-    Factories that are the same but for a number which they hold, such as `[make_env(i) for i in range(8)]`, usually do.
+    Factories that differ only in a number they hold, such as `[make_env(i) for i in range(8)]`, usually do.
 
     Args:
-        factories: Of the run.
+        factories: The run's factories.
         ask: Runs a function on every environment, and returns the results.
 
     Raises:
-        ConfigError: They do not.
+        ConfigError: The environments are of different kinds.
     """
     different = {id(factory): factory for factory in factories}.values()
     if len({digest_of_code(factory, has_state=True) for factory in different}) == 1:
@@ -43,8 +43,8 @@ def check_alike(factories: Sequence[Any], ask: Callable[[Callable[[Any], Any]], 
 
 
 def _describe(env: Any) -> list[str]:
-    """Return an environment's class, and what it was registered as, with its arguments, if it was."""
+    """Return an environment's class and, if it was registered, its id and arguments."""
     kind, spec = type(env.unwrapped), env.spec
     arguments = "" if spec is None else ", ".join(f"{name}={spec.kwargs[name]!r}" for name in sorted(spec.kwargs))
-    arguments = re.sub(r" at 0x[0-9a-f]+", "", arguments)  # Which process has what where is of no interest.
+    arguments = re.sub(r" at 0x[0-9a-f]+", "", arguments)  # Addresses differ between processes and mean nothing.
     return [f"{kind.__module__}.{kind.__qualname__}", "" if spec is None else f"({spec.id}: {arguments})"]

@@ -1,8 +1,8 @@
-"""Digest: what tells a value from others, or the code of one function from another's, the same in every process.
+"""Digest: identifies a value, or the code of a function, in the same way in every process.
 
-No hash of Python's own, no text with an address and no order of a set gets into it. A function is told by its code and
-that of the functions in it, its defaults and what it has closed over. If it is the user's own, and not of something
-that is installed, so are the globals that it names; a class of the user's own is told by what its body holds.
+Python's own hashes, texts with addresses and the order of sets do not affect it. A function's digest covers its code
+and that of the functions in it, its defaults and its closure. If the function is the user's own, rather than part of an
+installed package, the globals that it names count too; so does the body of a class of the user's own.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from clusterenv.errors import ConfigError
 _GENERATORS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 
-_INSTALLED = {"site-packages", "dist-packages"}  # Where packages are, whichever environment they are of.
+_INSTALLED = {"site-packages", "dist-packages"}  # Where packages are, in any Python environment.
 
-_OWN_FLAGS = 0xFFFF  # Of a code object; those above say which features of the future its file has asked for.
+_OWN_FLAGS = 0xFFFF  # Of a code object; the higher flags are the file's `from __future__` imports.
 
 
 def digest_of(value: object, what: str) -> str:
-    """Return a digest of all that makes up a value.
+    """Return a digest of everything that makes up a value.
 
     Raises:
-        ConfigError: There is something in it that cannot be compared with what another process has.
+        ConfigError: The value holds something that cannot be compared across processes.
     """
     try:
         return _Digester().digest(value).hex()[:16]
@@ -48,11 +48,11 @@ def digest_of(value: object, what: str) -> str:
 
 
 def digest_of_code(value: object, *, has_state: bool) -> str:
-    """Return a digest of what a function or an object does; of what cannot be compared, only the class is in it.
+    """Return a digest of what a function or an object does; of what cannot be compared, only the class counts.
 
     Args:
         value: A function, or something that holds functions.
-        has_state: Whether all else that objects hold counts too.
+        has_state: Whether everything else that objects hold counts too.
     """
     try:
         return _Digester(is_strict=False, has_state=has_state).digest(value).hex()[:16]
@@ -61,19 +61,19 @@ def digest_of_code(value: object, *, has_state: bool) -> str:
 
 
 class _Unknown(Exception):
-    """There is something that cannot be digested."""
+    """A value cannot be digested."""
 
 
 class _Digester:
     def __init__(self, *, is_strict: bool = True, has_state: bool = True) -> None:
         self._is_strict = is_strict
         self._has_state = has_state
-        self._known: dict[int, tuple[object, bytes]] = {}  # With the objects, so that no id is given away twice.
+        self._known: dict[int, tuple[object, bytes]] = {}  # With the objects, so that no id is reused.
 
     def digest(self, value: Any) -> bytes:
         if id(value) in self._known:
             return self._known[id(value)][1]
-        self._known[id(value)] = value, _join("again", [_name(type(value))])  # If it contains itself.
+        self._known[id(value)] = value, _join("again", [_name(type(value))])  # In case it contains itself.
         found = self._digest(value)
         self._known[id(value)] = value, found
         return found
@@ -117,7 +117,7 @@ class _Digester:
         return self._digest_object(value)
 
     def _looks_into(self, value: Any) -> bool:
-        """Whether what a function or class refers to counts: not in plain values, which need not hold any of it."""
+        """Whether what a function or class refers to counts: not in plain values."""
         return not self._is_strict and _is_own(value.__module__)
 
     def _digest_code(self, code: CodeType) -> bytes:
@@ -153,14 +153,14 @@ class _Digester:
             parts.append(self._join_items("pairs", dict(pairs or ())))
         except _Unknown:
             raise
-        except Exception as error:  # A user's own class may raise anything when it is asked to be copied.
+        except Exception as error:  # A user's own class may raise anything when it is reduced.
             if self._is_strict:
                 raise _Unknown(f"a {type(value).__qualname__}") from error
             return _join("object", [name])
         return _join("object", [name, *parts])
 
     def _digest_state(self, state: Any) -> bytes:
-        """Digest what an object holds: whether a generator was made already makes no difference."""
+        """Digest what an object holds: whether it has already made a generator makes no difference."""
         if isinstance(state, dict):
             return self._join_items(
                 "state", {k: v for k, v in state.items() if v is not None and not isinstance(v, _GENERATORS)}
@@ -201,12 +201,12 @@ def _globals_of(function: FunctionType) -> dict[str, Any]:
     for code in codes:  # Which grows meanwhile.
         names.update(code.co_names)
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    # In an order of their own: where things refer to each other, it matters which of them is met first.
+    # Sorted: where things refer to each other, it matters which of them is met first.
     return {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
 
 
 def _body_of(kind: type) -> dict[str, Any]:
-    """Return what a class itself holds, but for what Python adds to it."""
+    """Return a class's own attributes, without those that Python adds."""
     return {
         name: value
         for name, value in vars(kind).items()
@@ -215,7 +215,7 @@ def _body_of(kind: type) -> dict[str, Any]:
 
 
 def _is_code(name: object, value: object) -> bool:
-    """Whether an attribute is a function, or where a torch module keeps the modules in it."""
+    """Whether an attribute is a function, or the dict in which a torch module keeps its submodules."""
     return isinstance(value, _FUNCTIONS) or name == "_modules"
 
 
@@ -227,7 +227,7 @@ def _join(kind: str, parts: Iterable[bytes]) -> bytes:
 
 
 def _name(value: Any) -> bytes:
-    name = getattr(value, "__qualname__", None) or value.__name__  # Modules and ufuncs have but the latter.
+    name = getattr(value, "__qualname__", None) or value.__name__  # Modules and ufuncs have only the latter.
     return f"{getattr(value, '__module__', '')}.{name}".encode()
 
 

@@ -1,4 +1,4 @@
-"""Evaluate: from what a user asks for to the table."""
+"""Evaluate: turns a user's request into the table of episodes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from clusterenv.wire.messages import Episode
 log = logging.getLogger(__name__)
 
 _DEFAULT_EPISODES = 100
-_ENDLESS_STEPS = 100_000  # Without max_steps, an episode that takes more is taken for one that never ends.
-_SHOWN_ROWS = 64  # Observations for a policy to try itself on.
+_ENDLESS_STEPS = 100_000  # Without max_steps, a longer episode is assumed never to end.
+_SHOWN_ROWS = 64  # How many observations are shown to a policy that wants to see some.
 _SEED_LIMIT = 2**63
 
 
@@ -49,21 +49,21 @@ class PlayingBackend(Protocol):
     def play(
         self, plan: EvaluationPlan, episodes: Sequence[Episode], dealer: Dealer, num_envs: int
     ) -> Generator[list[Finished], None, None]:
-        """Play until every episode is over; yields those that are, as they are."""
+        """Play until every episode is over; yield episodes as they finish."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What is evaluated in.
+    """The environments of an evaluation, and where they run.
 
     Attributes:
         factory: Makes one environment.
-        env_name: What to call it.
-        made_by: What tells the factory from others.
-        observation_space: That of one environment.
-        action_space: That of one environment.
-        num_envs: How many environments to use, unless fewer are asked for.
-        num_workers: On how many workers.
+        env_name: The environment's name.
+        made_by: A description that identifies the factory.
+        observation_space: The observation space of one environment.
+        action_space: The action space of one environment.
+        num_envs: How many environments to use, unless the request says otherwise.
+        num_workers: The number of workers.
         launcher: The name of their launcher.
     """
 
@@ -79,7 +79,7 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What a user asks for, as `ClusterEnv.evaluate` takes it."""
+    """A user's request: the arguments of `ClusterEnv.evaluate`."""
 
     episodes: int | None
     seed: Any
@@ -95,11 +95,11 @@ def evaluate(backend: PlayingBackend, scene: Scene, policy: Policy, agent: objec
     """Play the episodes, and return their table.
 
     Args:
-        backend: Where.
-        scene: In what.
-        policy: The agent as a policy that travels, and nobody else's: it is shown observations.
+        backend: Where to play.
+        scene: The environments.
+        policy: The agent as a travelling policy that nobody else uses: it is shown observations.
         agent: The agent itself.
-        wish: Which episodes, and how.
+        wish: Which episodes to play, and how.
     """
     started, started_at = time.perf_counter(), datetime.now(UTC)
     if not isinstance(wish.deterministic, bool):
@@ -173,7 +173,7 @@ def _play(
     num_envs: int,
     num_workers: int,
 ) -> Generator[Finished, None, None]:
-    """Play what is not finished, and show how far that is; yields each episode when it is over."""
+    """Play the episodes that are not finished, showing progress; yield each one when it is over."""
     left = [episode.index for episode in episodes if episode.index not in finished]
     if not left:
         return
@@ -191,10 +191,10 @@ def _play(
 
 
 def read_episodes(episodes: int | None, seed: Any, options: Any) -> tuple[list[Episode], list[str]]:
-    """Read which episodes are asked for; returns them, and a digest of each one's options.
+    """Read which episodes are requested; return them, and a digest of each one's options.
 
     Raises:
-        ConfigError: They are none, too many or too few, or some are the same.
+        ConfigError: The arguments are invalid, do not match in number, or name an episode twice.
     """
     if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
         count = whole_number("episodes", _DEFAULT_EPISODES if episodes is None else episodes, least=1)
@@ -236,10 +236,10 @@ def read_episodes(episodes: int | None, seed: Any, options: Any) -> tuple[list[E
 
 
 def identify(policy: Policy, agent: object) -> str:
-    """Return what tells an agent from others: its weights, what kind of object it is, and the code of its functions."""
+    """Return a digest that identifies an agent: of its weights, its class, and the code of its functions."""
     arrays = {name: array for name, array in policy.weights().items() if name != VALUES}
     contents: Contents | None = getattr(policy, "contents", None)
-    # Not as they are sent: how a set is pickled differs from process to process.
+    # Not as they are sent: a set is pickled differently in each process.
     plain = [] if contents is None else contents.read_plain()
     code = digest_of_code(agent if contents is None else contents.payload, has_state=False)
     return digest_of_code([type(agent), arrays, plain, code], has_state=True)
@@ -250,8 +250,8 @@ def _count_envs(num_envs: int | None, usual: int) -> int:
 
 
 def _show(policy: Policy, scene: Scene) -> None:
-    """Show a policy that wants to see them some observations: the same ones, whatever was seen in training."""
-    policy.stamp()  # First: it finds out what there is.
+    """Show some observations to a policy that wants to see some: the same ones, whatever was seen in training."""
+    policy.stamp()  # First, because it finds what has changed.
     if (look_at := getattr(policy, "look_at", None)) is not None:
         layout = Layout(scene.observation_space)
         made_up = copy.deepcopy(scene.observation_space)  # The user's own must not be seeded.

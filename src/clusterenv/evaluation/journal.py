@@ -1,4 +1,4 @@
-"""Journal: the file in which an evaluation's episodes are written as they end, so that none is played twice.
+"""Journal: the file to which an evaluation's episodes are written as they end, so that none is played twice.
 
 One JSON object per line. The first says what is evaluated, every other one is an episode:
 
@@ -48,14 +48,14 @@ class Journal:
         """Open a file, or begin one.
 
         Args:
-            path: Of the file.
-            settings: What is evaluated, and how: a file in which they differ is another evaluation's.
-            episodes: The table's.
-            digests: Of each episode's options.
+            path: The path of the file.
+            settings: What is evaluated, and how: a file with other settings belongs to another evaluation.
+            episodes: The episodes of the table.
+            digests: A digest of each episode's options.
 
         Raises:
-            ConfigError: It is another evaluation's file, or none at all, or one that is going on writes to it.
-            JournalError: It cannot be read or written.
+            ConfigError: The file is not a journal, belongs to another evaluation, or is in use by one that is running.
+            JournalError: The file cannot be read or written.
         """
         self.finished: dict[int, Finished] = {}
         self._path = path
@@ -63,7 +63,7 @@ class Journal:
         self._digests = digests
         header = {_MARK: _FORMAT, **settings}
         try:
-            # Unbuffered: what could not be written must not be tried again when the file is closed.
+            # Unbuffered: a failed write must not be tried again when the file is closed.
             self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 - it is closed at this object's own exit
         except OSError as error:
             raise JournalError(f"resume={str(path)!r} cannot be opened: {error.strerror}.") from error
@@ -75,10 +75,10 @@ class Journal:
             raise
 
     def append(self, finished: Finished) -> None:
-        """Write an episode down.
+        """Write an episode.
 
         Raises:
-            JournalError: It cannot be written; those before it are there.
+            JournalError: The episode cannot be written; earlier ones are safe.
         """
         episode = self._episodes[finished.index]
         line: dict[str, Any] = {
@@ -109,7 +109,7 @@ class Journal:
         self._file.close()
 
     def _lock(self) -> None:
-        """Let nobody else write to the file while it is open here; with the process, the lock ends in any case."""
+        """Keep others from writing to the file while it is open here; the lock ends with the process at the latest."""
         try:
             import fcntl
         except ImportError:  # Windows has none.
@@ -147,7 +147,7 @@ class Journal:
         self._drop_torn(data, torn)  # Not before it is known that the file is ours.
 
     def _drop_torn(self, data: bytes, torn: bytes) -> None:
-        """Remove half a line that a crash has left behind: what is appended must not become the other half."""
+        """Remove half a line that a crash has left behind, so that nothing is appended to it."""
         if torn:
             self._file.truncate(len(data) - len(torn))
 
@@ -169,7 +169,7 @@ class Journal:
         if kinds != [int, float, int, bool, bool] or index < 0 or not 1 <= length < _MAX_LENGTH or not any(ending):
             raise ValueError("there is no such episode")
         if index >= len(self._episodes):
-            return  # Of a larger table than is asked for now.
+            return  # From a larger table than is requested now.
         if line["seed"] != self._episodes[index].seed or line.get("options", "") != self._digests[index]:
             raise ConfigError(
                 f"{self._path} holds an episode {index} with seed {line['seed']}, while that of this evaluation has "
@@ -183,7 +183,7 @@ class Journal:
     def _write(self, line: Mapping[str, Any]) -> None:
         try:
             data = _encode(line)
-            while data:  # Of what does not fit on a disk, as much is written as does.
+            while data:  # On a nearly full disk only part of it may be written.
                 data = data[self._file.write(data) :]
         except OSError as error:
             raise JournalError(
@@ -210,7 +210,7 @@ def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether JSON returns a value as it was."""
+    """Whether a value survives JSON unchanged."""
     if type(value) is dict:
         return all(type(key) is str for key in value) and all(map(_is_plain, value.values()))
     if type(value) is list:

@@ -1,4 +1,4 @@
-"""Manifest: what an evaluation was made with, so that its table can be made again."""
+"""Manifest: how an evaluation was made, so that its table can be reproduced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FRAMEWORKS = ("torch", "jax", "stable_baselines3")
 
 
 def describe_here() -> dict[str, object]:
-    """Return the versions, the host, and the commit of the working directory if it is in a repository of git."""
+    """Return the versions, the host, and the commit of the working directory if it is in a git repository."""
     import clusterenv
 
     versions = {"python": platform.python_version(), "clusterenv": clusterenv.__version__}
@@ -25,14 +25,14 @@ def describe_here() -> dict[str, object]:
 
 
 def find_commit(directory: Path) -> str | None:
-    """Return the commit that is checked out where this directory is; None if that is in no repository.
+    """Return the commit that is checked out in this directory; None if it is not in a repository.
 
     Reads git's files rather than running git, which may be missing, or wait for a network file system.
     """
     for parent in (directory, *directory.parents):
         git = parent / ".git"
         try:
-            if git.is_file():  # Of a worktree or a submodule: it says where the rest is.
+            if git.is_file():  # In a worktree or a submodule, it says where the rest is.
                 git = (parent / git.read_text().removeprefix("gitdir:").strip()).resolve()
             head = (git / "HEAD").read_text().strip()
         except OSError:

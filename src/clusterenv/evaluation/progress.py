@@ -1,4 +1,4 @@
-"""Progress: how far an evaluation has come, on a terminal; elsewhere it is silent."""
+"""Progress: shows how far an evaluation has come, if standard error is a terminal."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _REFRESH_S = 0.1
 
 
 class Progress:
-    """Shows a bar on the standard error, if that is a terminal: rich's, or one line of text if rich is not installed.
+    """Shows a bar on standard error, if that is a terminal: rich's, or one line of text if rich is not installed.
 
-    Nothing runs in the background: what is shown changes with `show`.
+    Nothing runs in the background: the display changes only when `show` is called.
     """
 
     def __init__(self, total: int) -> None:
@@ -45,7 +45,7 @@ class Progress:
         return self
 
     def show(self, num_finished: int, mean: float) -> None:
-        """Show that so many episodes are over, with this mean return."""
+        """Show the number of finished episodes and their mean return."""
         now = time.monotonic()
         if not self._is_terminal or now - self._shown_at < _REFRESH_S:
             return

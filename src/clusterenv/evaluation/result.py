@@ -1,4 +1,4 @@
-"""Evaluation: the table of an agent's episodes, and what it amounts to."""
+"""Evaluation: the table of an agent's episodes, and statistics of it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _DRAWS_AT_ONCE = 1_000_000
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Evaluation:
-    """The episodes that were asked for, each once, in the order in which they were asked for.
+    """The requested episodes, each once, in the order requested.
 
     Attributes:
         returns: The sum of each episode's rewards, `[n]`.
-        lengths: How many steps each took.
-        seeds: What its environment was reset with.
-        terminated: Whether it ended by itself.
-        truncated: Whether it was cut short, by its environment or at `max_steps`.
-        final_infos: The info of each one's last step.
-        is_repeatable: Whether the agent's random numbers are each episode's own. If not, another evaluation may give
-            another table: it depends on which episodes were played side by side.
-        manifest: What the table was made with: versions, commit, host, launcher, settings, duration.
+        lengths: The number of steps of each episode.
+        seeds: The seed with which each episode's environment was reset.
+        terminated: Whether each episode reached a terminal state.
+        truncated: Whether each episode was cut short, by its environment or at `max_steps`.
+        final_infos: The info of each episode's last step.
+        is_repeatable: Whether the agent's random numbers depend only on the episode. If not, another evaluation may
+            give a different table, depending on which episodes were played side by side.
+        manifest: How the table was made: versions, commit, host, launcher, settings, duration.
     """
 
     returns: NDArray[np.float64]
@@ -56,7 +56,7 @@ class Evaluation:
 
     @property
     def iqm(self) -> float:
-        """The interquartile mean of the returns, as rliable has it: of the middle half of the episodes.
+        """The interquartile mean of the returns, as in rliable: the mean over the middle half of the episodes.
 
         A quarter of them, rounded down, is left out at either end.
         """
@@ -65,7 +65,7 @@ class Evaluation:
 
     @cached_property
     def interval(self) -> tuple[float, float]:
-        """Where the mean return lies with 95 % confidence: the percentile bootstrap, the same every time."""
+        """The 95 % confidence interval of the mean return: a percentile bootstrap with a fixed seed."""
         rng = np.random.default_rng(0)
         rows = max(1, _DRAWS_AT_ONCE // len(self))
         means: list[NDArray[np.float64]] = []
@@ -88,7 +88,7 @@ class Evaluation:
         return pandas.DataFrame({**self._columns(), "final_info": self.final_infos})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures, the table without its infos, and the manifest, as what JSON can hold."""
+        """Return the statistics, the table without its infos, and the manifest, in a form that JSON can hold."""
         low, high = self.interval
         figures = {"episodes": len(self), "mean": self.mean, "low": low, "high": high, "iqm": self.iqm, "std": self.std}
         table = {name: column.tolist() for name, column in self._columns().items()}

@@ -1,1 +1,1 @@
-"""The learner's process: who the workers are, what they owe, and how their answers become one batch."""
+"""The learner's process: tracks the workers and the answers they owe, and merges those answers into one batch."""

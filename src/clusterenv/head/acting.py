@@ -1,4 +1,4 @@
-"""Acting: the policies beside the environments: adopt one, let it make rollouts."""
+"""Acting: policies that run on the workers, beside the environments: adopt one, and let it make rollouts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from clusterenv.wire.zeromq import Frames, cut
 
 @dataclass(eq=False, repr=False)
 class _Weights:
-    """Where a version's weights lie for all workers to read: shared memory, or a block to send, and who gets it."""
+    """A version's encoded weights, in shared memory or as a block to send, and which workers they are sent to."""
 
     version: int
     memory: SharedMemory | None
@@ -43,7 +43,7 @@ class _Weights:
 
     @cached_property
     def frames(self) -> Frames:
-        """The block for those who do not share memory, cut once for all of them."""
+        """The block for workers that do not share memory, cut once for all of them."""
         return cut(self.block)
 
 
@@ -52,31 +52,31 @@ def _as_given(_worker: Worker, _version: int, _held: int, frames: Frames | None)
 
 
 class Acting(Workers):
-    """Workers that hold a policy, which chooses actions there: what `Versions` and `Rollouts` build upon.
+    """Workers that hold a policy which chooses their actions; `Versions` and `Rollouts` build on this.
 
     Attributes:
-        rollout_layout: What rollouts look like, once a policy was adopted.
+        rollout_layout: The layout of rollouts, once a policy was adopted.
     """
 
     rollout_layout: RolloutLayout | None = None
     on_missing: Callable[[Worker, int, int, Frames | None], Frames | None] = staticmethod(_as_given)
-    """Told who does not find a version, and which it holds; returns what to send, given what is at hand here."""
+    """Called with a worker, the version it did not find, the one it holds, and the frames if known; returns frames."""
 
     _weights: _Weights | None = None
     _rollout: Slot | None = None
 
     def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> int:
-        """Send every worker the policy's structure and weights, and learn what it returns besides actions.
+        """Send every worker the policy's structure and weights, and find out what it returns besides actions.
 
         Returns:
-            How often the weights were sent.
+            How many copies of the weights were sent.
 
         Raises:
-            PolicyError: The policy cannot be sent, or does not return the same on all workers.
+            PolicyError: The policy cannot be sent, or returns different extras or states on different workers.
         """
         code = cloudpickle.dumps((pickle_policy(policy), spec))
         self.settle()
-        self.preparation.adoption = None  # Should this fail halfway, no worker is trusted to hold any policy.
+        self.preparation.adoption = None  # If this fails halfway, no worker is trusted to hold a policy.
         if self._weights is not None:
             self.memories.unshare(self._weights.memory)
         if self._rollout is not None:
@@ -118,14 +118,14 @@ class Acting(Workers):
         return len(present) - weights.shares.num_spared
 
     def forget_policy(self) -> None:
-        """Do not trust any worker to hold a policy."""
+        """Stop trusting any worker to hold a policy."""
         self.preparation.adoption = None
 
     def load(self, spec: WeightsSpec, weights: Mapping[str, NDArray[Any]], version: int, pulls: set[Worker]) -> int:
-        """Encode the newest weights once, for all workers that will be told to take them.
+        """Encode the newest weights once, for all workers that will be told to load them.
 
         Returns:
-            To how many they are sent, those included that share memory with the head.
+            How many copies this takes; a worker that shares memory with the head counts as one.
         """
         assert self._weights is not None, "a policy was adopted"
         memory, takers = self._weights.memory, list(pulls)
@@ -135,13 +135,13 @@ class Acting(Workers):
         return len(takers) - self._weights.shares.num_spared
 
     def count_copies(self, size_bytes: int) -> int:
-        """Return how often weights of this size would be sent if all workers took them."""
+        """Return how many copies of weights of this size would be sent if all workers pulled."""
         return self.machines.count_copies(size_bytes)
 
     def collect(self, num_steps: int, instructions: Instructions, record: int | None = None) -> Collection:
-        """Let every worker make its part of a rollout, and wait for it.
+        """Let every worker make its part of a rollout, and wait for all parts.
 
-        With a number in a recording it stays with the workers, but for its last step.
+        With `record`, its number in a recording, the rollout stays on the workers except for its last step.
         """
 
         def take(worker: Worker, reply: Reply) -> tuple[messages.Collected, Mapping[str, Any], float]:
@@ -178,7 +178,7 @@ class Acting(Workers):
         return Collection(buffers, summaries, busy_s, versions, probes)
 
     def note_last_step(self, worker: Worker, columns: RolloutBuffers) -> None:
-        """Keep what a rollout ended with as what the learner saw last, where its worker does not write that here."""
+        """Copy a rollout's last step to the step buffers, for a worker that shares no memory and cannot do so."""
         rows = worker.buffers[worker.shown]
         for row, column in zip(rows.observations, columns.observations, strict=True):
             assert row is not None, "rollouts have leaves of fixed size only"
@@ -187,7 +187,7 @@ class Acting(Workers):
         rows.truncations[:] = columns.truncations[-1]
 
     def rollout_destination(self, worker: Worker, columns: RolloutBuffers) -> Destination:
-        """Return where the parts of a rollout go, one after another."""
+        """Return a function that says which arrays each part of a rollout fills, one part after another."""
         num_steps = len(columns.rewards)
 
         def destination(reply: Reply, done: int) -> Sequence[NDArray[Any]]:
@@ -203,7 +203,7 @@ class Acting(Workers):
         return destination
 
     def _acting_fields(self, instructions: Instructions) -> Callable[[Worker], dict[str, Any]]:
-        """Return what makes the fields that `Collect` and `Decide` have in common, for each worker."""
+        """Return a function that makes the fields common to `Collect` and `Decide` for a worker."""
         arguments = pickle_arguments(instructions.arguments)
 
         def make(worker: Worker) -> dict[str, Any]:
@@ -219,13 +219,13 @@ class Acting(Workers):
         return make
 
     def _weights_for(self, worker: Worker, instructions: Instructions) -> Sequence[Any]:
-        """Return the weights as a worker gets them with a message, if it shares no memory."""
+        """Return the weights to send along with a message to a worker, if any."""
         assert self._weights is not None, "a policy was adopted"
         travels = self._takes(worker, instructions) and self._weights.shares.travels_to(worker)
         return self._weights.frames if travels else ()
 
     def _takes(self, worker: Worker, instructions: Instructions) -> bool:
-        """Whether a worker takes the weights of a call: a successor may have been given newer ones already."""
+        """Whether a worker loads the weights of a call: a replacement may hold newer ones already."""
         assert self._weights is not None, "a policy was adopted"
         return worker in instructions.pulls and worker.policy.version <= self._weights.version
 
@@ -233,21 +233,21 @@ class Acting(Workers):
         return self.machines.share(takers, block.nbytes, lambda: digest_of([block]))
 
     def _supply(self, worker: Worker, missing: Missing) -> None:
-        """Send a worker weights that it did not find where it was told; or let the rule decide anew what it gets."""
+        """Send a worker weights that it did not find on a board, or let the sync rule judge the worker again."""
         if missing.version < worker.policy.version:
-            return  # It was told of newer ones since.
+            return  # It has been told to load newer ones since.
         self.machines.note_missing(worker)
         own = self._weights
         found = None
         if own is not None and own.version == missing.version:
-            found = own.frames if own.memory is None else cut(own.block.copy())  # That one is overwritten by the next.
+            found = own.frames if own.memory is None else cut(own.block.copy())  # The next version overwrites it.
         frames = self.on_missing(worker, missing.version, missing.held, found)
         self.calls.tell(worker, Load(missing.version), frames or ())
         if frames is None and self.stream is not None:
             self.stream.on_ready(worker)
 
     def make_slot(self, num_steps: int, num_envs: int, *, is_shared: bool) -> Slot:
-        """Lay out the arrays of a rollout, in memory to be shared with workers or in the head's own."""
+        """Make the arrays of a rollout, in memory to be shared with workers or in the head's own."""
         layout = self.rollout_layout
         assert layout is not None, "a policy was adopted"
         if not is_shared:
@@ -256,7 +256,7 @@ class Acting(Workers):
         return Slot(memory, layout.make(num_steps, num_envs, shared_allocator(memory.memory)))
 
     def _slot_for_all(self, num_steps: int) -> Slot:
-        """Return where rollouts of all workers go; the same for those of one length."""
+        """Return where rollouts of all workers are stored; reused as long as their length stays the same."""
         if self._rollout is None or len(self._rollout.buffers.rewards) != num_steps:
             if self._rollout is not None:
                 self.memories.unshare(self._rollout.memory)
@@ -268,7 +268,7 @@ def pickle_arguments(arguments: Mapping[str, Any]) -> bytes | None:
     """Pickle per-call values for a policy; None if there are none.
 
     Raises:
-        ConfigError: They cannot be sent.
+        ConfigError: The values cannot be pickled.
     """
     try:
         return cloudpickle.dumps(dict(arguments)) if arguments else None
@@ -280,10 +280,10 @@ def pickle_arguments(arguments: Mapping[str, Any]) -> bytes | None:
 
 
 def pickle_policy(policy: object) -> bytes:
-    """Pickle what holds a policy.
+    """Pickle a policy, or an object that holds one.
 
     Raises:
-        PolicyError: It cannot be sent.
+        PolicyError: It cannot be pickled.
     """
     try:
         code: bytes = cloudpickle.dumps(policy)

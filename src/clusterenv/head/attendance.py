@@ -1,13 +1,13 @@
-"""Attendance: how many workers there were over time, and so what a run has used. The time is passed in."""
+"""Attendance: how many workers were present over time, and so the worker hours a run has used. Time is passed in."""
 
 from __future__ import annotations
 
 
 class Attendance:
-    """Counts workers from when they have joined to when they are lost.
+    """Counts workers from when they join until they are lost.
 
     Attributes:
-        num_present: How many there are now.
+        num_present: How many are present now.
     """
 
     def __init__(self, now: float) -> None:
@@ -17,7 +17,7 @@ class Attendance:
         self._ended_at: float | None = None
 
     def change(self, by: int, now: float) -> None:
-        """Note that somebody came or went."""
+        """Note that workers joined or were lost."""
         self._worker_s = self.worker_s(now)
         self._changed_at = now
         self.num_present += by
@@ -28,11 +28,11 @@ class Attendance:
             self._ended_at = now
 
     def worker_s(self, now: float) -> float:
-        """Return for how many seconds workers have been there, all together."""
+        """Return for how many seconds workers have been present, summed over all of them."""
         return self._worker_s + self.num_present * (self._until(now) - self._changed_at)
 
     def report(self, now: float) -> dict[str, float]:
-        """Return how many there are, how many there were on average since the run began, and for how long in all."""
+        """Return the current number of workers, the mean since the run began, and the total worker hours."""
         worker_s = self.worker_s(now)
         return {
             "workers": self.num_present,

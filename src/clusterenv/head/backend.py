@@ -21,9 +21,9 @@ class Instructions:
     """What workers are told when they choose the actions.
 
     Attributes:
-        version: Of the weights that `load` encoded last.
-        pulls: Which workers take them.
-        num_probes: At how many rows workers should say how their actions were distributed; at none by default.
+        version: The version of the weights that `load` encoded last.
+        pulls: The workers that load these weights.
+        num_probes: At how many rows each worker should report how its actions were distributed; 0 if not listed.
         arguments: Per-call values for the policy.
     """
 
@@ -34,7 +34,7 @@ class Instructions:
 
 
 class Backend(Protocol):
-    """What `Versions`, `Rollouts` and `Exchange` build upon. `Workers`, `Acting` and `Remote` say what each does."""
+    """What `Versions`, `Rollouts` and `Exchange` build on; `Workers`, `Acting` and `Remote` document the methods."""
 
     @property
     def workers(self) -> Sequence[Worker]: ...

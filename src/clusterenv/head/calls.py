@@ -1,4 +1,4 @@
-"""Calls: requests to workers, and what comes back. Send a request to a worker; poll for events until a deadline."""
+"""Calls: sends requests to workers, and matches their answers to them. `send` a request, then `poll` for events."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from clusterenv.wire.zeromq import HeadSocket
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_S = 0.5  # How long the last messages may take to leave, if nobody waits for a worker to end.
-_LOOK_S = 0.1  # How long to wait at most before looking whether a worker is lost.
-_UPKEEP_CALLS = 1024  # How often to read the socket where workers share memory: strangers' attempts pile up there.
+_FAREWELL_S = 0.5  # How long the last messages may take to be sent when the socket closes.
+_LOOK_S = 0.1  # The longest wait before checking whether a worker is lost.
+_UPKEEP_CALLS = 1024  # Calls between reads of the socket when all workers share memory: strangers' attempts pile up.
 _ENOUGH = (
     64  # Messages to take in one poll: a peer that never stops sending must not keep the head from everything else.
 )
-_ROLLOUT_ANSWERS = 1000  # What a rollout counts for, when it is asked whether a worker has been of use.
+_ROLLOUT_ANSWERS = 1000  # How many answers a rollout counts as, when deciding whether a worker has been useful.
 
 Accept: TypeAlias = Callable[[Worker, Reply], None]
 Destination: TypeAlias = Callable[[Reply, int], Sequence[NDArray[Any]]]
 
 
 class Joined(NamedTuple):
-    """A worker has come."""
+    """A worker has joined."""
 
     worker: Worker
 
@@ -65,7 +65,7 @@ class Gone(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """A worker has answered; `owed` knows what to do with it."""
+    """A worker has answered; `owed.accept` takes the reply."""
 
     worker: Worker
     owed: Owed
@@ -73,7 +73,7 @@ class Answered(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """A worker did not find weights that another one on its machine was to keep for it."""
+    """A worker did not find the weights that another worker on its machine should have kept for it."""
 
     worker: Worker
     missing: Missing
@@ -91,12 +91,12 @@ class Calls:
     """Talks to the workers of one run.
 
     Attributes:
-        mailboxes: Of the workers that share memory.
-        joining: Who may come in.
-        deferred: Defers Ctrl-C, for whoever sends or deals with several messages that belong together.
-        last_call: Its number.
-        num_plain_steps: How many there were.
-        upkeep: Called now and then by those who make plain steps only; may raise.
+        mailboxes: The mailboxes of workers that share memory.
+        joining: Decides which workers may join.
+        deferred: Defers Ctrl-C while several messages that belong together are sent or processed.
+        last_call: The number of the most recent call.
+        num_plain_steps: How many plain steps were started.
+        upkeep: Called every so often during plain steps; may raise.
     """
 
     def __init__(self, socket: HeadSocket, fleet: Fleet, workers: Sequence[Worker], timeouts: Timeouts) -> None:
@@ -112,16 +112,16 @@ class Calls:
         self._timeouts = timeouts
         self._liveness = Liveness(socket, fleet, workers, timeouts)
         self._looked_at = 0.0
-        self._early: list[Event] = []  # What happened before anybody asked.
+        self._early: list[Event] = []  # Events to return from the next `poll`.
         self._refusals = RateLimitedLog(log)
 
     @property
     def endpoint(self) -> str:
-        """Where workers come in."""
+        """The address workers connect to."""
         return self._socket.ticket.endpoint
 
     def next_number(self) -> int:
-        """Begin a call."""
+        """Begin a call and return its number."""
         self.last_call += 1
         return self.last_call
 
@@ -137,17 +137,17 @@ class Calls:
         by_mailbox: bool = False,
         cancels: bool = False,
     ) -> None:
-        """Send a worker a request, which it will answer the same way.
+        """Send a worker a request, which it will answer through the same channel.
 
         Args:
-            worker: Who.
-            request: What, or its bytes.
+            worker: The recipient.
+            request: The request, or its encoded bytes.
             call: The request's number.
-            accept: Deals with the answer.
-            destination: Where arrays that come with it go.
-            arrays: What a worker that shares no memory gets with the request; weights, if it comes over the socket.
-            by_mailbox: Whether to use the mailbox, if there is one. `Mailboxes.expect` comes first.
-            cancels: Whether its answer settles everything that was asked for before.
+            accept: Takes the answer.
+            destination: Returns the arrays to fill from the answer.
+            arrays: Arrays to send along with a request that goes over the socket.
+            by_mailbox: Whether to use the mailbox, if there is one. Call `Mailboxes.expect` first.
+            cancels: Whether the answer settles everything that was requested before.
         """
         frame = request if isinstance(request, bytes) else messages.encode(request)
         mailbox = worker.mailbox
@@ -164,7 +164,7 @@ class Calls:
                 mailbox.announce(call)
 
     def tell(self, worker: Worker, request: Request, arrays: Sequence[Any]) -> None:
-        """Send a worker something that has no answer."""
+        """Send a worker a message that it does not answer."""
         with self.deferred:
             self._post(worker, [messages.encode(request), *arrays])
             if worker.mailbox is not None:
@@ -173,7 +173,7 @@ class Calls:
     def start_plain_step(self, mailboxes: AllMailboxes, buffer: int) -> None:
         """Start a step with the actions in the buffers, where all workers share memory.
 
-        This is the hot path, and everything that can be left out is: who owes what is noted only if somebody fails.
+        This is the hot path, so it skips all bookkeeping: owed answers are noted only if the step is slow or fails.
         """
         self.last_call = call = self.last_call + 1
         if not call % _UPKEEP_CALLS:
@@ -184,13 +184,13 @@ class Calls:
         mailboxes.start_plain(call, buffer)
 
     def note_plain_step(self, accept: Accept, since: float) -> None:
-        """Note who owes what after a plain step that takes long, or had other answers than plain ones."""
+        """Note the answers owed for a plain step that is slow, or had an answer that is not plain."""
         for worker in self._workers:
             worker.owed.append(Owed(self.last_call, accept, no_arrays, True, since))
         self.mailboxes.num_awaited += len(self._workers)
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Wait until something happens, for a moment at most; returns what did."""
+        """Wait for events, for a moment at most, and return them."""
         events, self._early = self._early, []
         timeout_s = min(timeout_s, _LOOK_S)
         if events:
@@ -207,34 +207,34 @@ class Calls:
                 heard_at = worker.progress_at
                 self._hear_last_words(worker, events)
                 if worker.progress_at != heard_at and worker.cut_at is None and not self._has_ended(worker):
-                    continue  # It was at work while nobody listened.
+                    continue  # It had been working; its messages had just not been read.
                 events.append(Gone(worker, f"{reason}. {log_of(self._fleet, worker)}"))
         return events
 
     def put_back(self, events: Sequence[Event]) -> None:
-        """Return these events again with the next `poll`."""
+        """Return these events again from the next `poll`."""
         self._early[:0] = events
 
     def strike_off(self, worker: Worker) -> None:
-        """Have nothing more to do with a worker that is lost: whatever still comes from it is a stranger's."""
+        """Drop a lost worker: messages it still sends are treated as a stranger's."""
         self.joining.strike_off(worker)
         self.mailboxes.drop(worker)
         worker.owed.clear()
         worker.cut_at = None
         if worker.process is not None:
-            worker.process.kill()  # It may be stopped, and would write into shared memory when it goes on.
+            worker.process.kill()  # It may be suspended, and would write to shared memory once resumed.
 
     def dismiss(self, timeout_s: float) -> None:
-        """End the workers: ask, wait, then insist."""
+        """End the workers: ask them to stop, wait, then kill them."""
         for worker in self._workers:
             if worker.mailbox is not None:
                 worker.mailbox.stop()
-            if worker.peer is not None:  # By both ways: a worker may be reading either.
+            if worker.peer is not None:  # Over both channels: a worker may be reading either.
                 self._socket.send(worker.peer, [messages.encode(Stop())], waits=False)
         self._fleet.stop(timeout_s)
 
     def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
-        """End the workers and the connections. May be called again if it was interrupted."""
+        """End the workers and close the connections. May be called again after an interrupt."""
         self.dismiss(0.0 if terminate else self._timeouts.close_s if timeout_s is None else timeout_s)
         with self.deferred:
             for worker in self._workers:
@@ -249,18 +249,18 @@ class Calls:
             self._liveness.suspect(worker, time.monotonic())
 
     def _receive(self, timeout_s: float | None, events: list[Event]) -> None:
-        """Take what comes from the socket. What is malformed, or from strangers, is logged and harms nobody."""
+        """Read messages from the socket. Malformed ones, and those from strangers, are logged and ignored."""
         for _ in range(_ENOUGH):
             received = self._socket.receive(timeout_s)
             if received is None:
                 return
-            timeout_s = None  # Whatever else lies there, without asking whether.
+            timeout_s = None  # Read the rest without polling.
             peer, frames = received
             worker = self.joining.by_peer.get(peer)
             try:
                 self._deliver(peer, worker, frames, events)
             except WireError as error:
-                # As text: a log handler that keeps the error would keep the head by its traceback.
+                # As text: a log handler that keeps the error would keep the head alive through its traceback.
                 self._refusals.warn("refused a message from %s: %s", "a stranger" if worker is None else worker, error)
 
     def _deliver(self, peer: bytes, worker: Worker | None, frames: Sequence[zmq.Frame], events: list[Event]) -> None:
@@ -277,13 +277,13 @@ class Calls:
             raise WireError(f"{type(reply).__name__} from a peer that has not joined")
         elif isinstance(reply, Missing):
             if not worker.may_miss:
-                raise WireError("it misses weights that it was not told to look for")
+                raise WireError("it reports missing weights that it was not told to look for")
             events.append(Missed(worker, reply))
         else:
             self._match(worker, reply, [frame.buffer for frame in frames[1:]], events)
 
     def _match_mailbox(self, worker: Worker, reply: Reply | WireError, events: list[Event]) -> None:
-        """Take what lies in a mailbox. Nobody but its worker can have written that."""
+        """Take a reply from a mailbox, which nobody but its worker can have written."""
         try:
             if isinstance(reply, WireError):
                 raise reply
@@ -292,7 +292,7 @@ class Calls:
             events.append(Gone(worker, f"it put something malformed into its mailbox: {error}."))
 
     def _match(self, worker: Worker, reply: Reply, frames: Sequence[memoryview], events: list[Event]) -> None:
-        """Match an answer with what is owed, and put its arrays into their places."""
+        """Match an answer with an owed one, and copy its arrays to their destination."""
         owed = self._find_owed(worker, reply)
         is_bare = worker.mailbox is not None or (isinstance(reply, Failed) and not frames)
         fill(() if is_bare else owed.destination(reply, owed.num_parts), frames)
@@ -321,7 +321,7 @@ class Calls:
         raise WireError(f"it answers call {reply.call} with {type(reply).__name__}, which it does not owe")
 
     def _hear_last_words(self, worker: Worker, events: list[Event]) -> None:
-        """Take what a worker has left behind before it is given up."""
+        """Read the messages that a worker sent before it ended."""
         for _, reply in self.mailboxes.take([worker]):
             self._match_mailbox(worker, reply, events)
         until = time.monotonic() + _LOOK_S
@@ -333,6 +333,6 @@ class Calls:
 
 
 def log_of(fleet: Fleet, worker: Worker) -> str:
-    """Return the end of a worker's log, introduced."""
+    """Return the end of a worker's log, with a sentence to introduce it."""
     tail = fleet.log_tail(worker.index)
     return f"The last lines of its log are:\n{tail}\n" if tail else "Its log is empty."

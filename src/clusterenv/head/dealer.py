@@ -1,4 +1,4 @@
-"""Dealer: which episodes of an evaluation are to be played by whom. Answers in, episodes out; no I/O."""
+"""Dealer: decides which worker plays which episodes of an evaluation. Answers in, episodes out; no I/O."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Hashable, Iterable
 class Dealer:
     """Deals every episode until it is over, and no episode to two players at a time.
 
-    A player is dealt as many as it has environments and, once it has shown how many it plays between two answers, some
-    to go on with. What it has not begun by its answer goes back: nobody waits while another one has a queue.
+    A player is dealt as many episodes as it has environments and, once its pace between two answers is known, some to
+    go on with. Episodes it has not begun by its answer go back, so that no player idles while another has a queue.
 
     Attributes:
-        num_left: How many are not over.
-        losses: How often each episode was under way, or about to be, with a player that was lost.
+        num_left: How many episodes are not over.
+        losses: How often each episode was dealt to a player that was then lost.
     """
 
     def __init__(self, episodes: Iterable[int], num_players: int, max_steps: int) -> None:
-        """Deal these.
+        """Deal these episodes.
 
         Args:
             episodes: Their indices, in the order in which to play them.
-            num_players: Among how many.
-            max_steps: How long one may be. By each answer, every episode under way is a step further.
+            num_players: How many players they are dealt to.
+            max_steps: The longest an episode may be. Each advances by at least one step between two answers.
         """
         self._waiting = deque(episodes)
         self._num_players = num_players
@@ -38,7 +38,7 @@ class Dealer:
         return bool(self._waiting or self._held.get(player))
 
     def deal(self, player: Hashable, num_envs: int) -> list[int]:
-        """Return the episodes that a player with so many environments is to play besides those it has begun."""
+        """Return the episodes that a player with this many environments is to play besides those it has begun."""
         held = self._held.setdefault(player, {})
         ahead = min(2 * self._pace.get(player, 0), len(self._waiting) // (2 * self._num_players))
         count = max(0, min(len(self._waiting), num_envs + ahead - len(held)))
@@ -50,8 +50,8 @@ class Dealer:
         """Take note of an answer.
 
         Raises:
-            ValueError: It speaks of an episode that the player was not dealt, or of one twice; or one is under way that
-                must be over.
+            ValueError: It names an episode that the player was not dealt, or one twice, or an episode has taken more
+                answers than it can have steps.
         """
         held = self._held.setdefault(player, {})
         finished, unstarted = list(finished), list(unstarted)
@@ -68,7 +68,7 @@ class Dealer:
         self.num_left -= len(finished)
 
     def take_back(self, player: Hashable) -> None:
-        """Note that a player is lost: what it was dealt is to be played by others."""
+        """Note that a player is lost, so others must play what it was dealt."""
         held = sorted(self._held.pop(player, ()))
         self._waiting.extendleft(reversed(held))
         self._pace.pop(player, None)

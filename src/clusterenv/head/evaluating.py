@@ -19,9 +19,9 @@ from clusterenv.wire import values
 from clusterenv.wire.assignment import EvaluationPlan
 from clusterenv.wire.messages import Episode, Evaluate, Evaluated
 
-_MAX_LOSSES = 10  # An episode that was lost with its worker so often is what ends them, or none lives long enough.
-_ANSWER_S = 0.2  # How often a worker says what is over.
-_ANSWER_S_PER_WORKER = 0.002  # With many of them less often: the head takes some time for each answer.
+_MAX_LOSSES = 10  # An episode lost with its worker this often kills workers, or takes longer than they live.
+_ANSWER_S = 0.2  # How often a worker reports finished episodes.
+_ANSWER_S_PER_WORKER = 0.002  # Less often with many workers: the head needs some time for each answer.
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Finished:
     """An episode that is over.
 
     Attributes:
-        index: In the evaluation's table.
-        was_cut: Whether it has reached `max_steps`, and only therefore is truncated.
-        was_mixed: Whether the policy's random numbers depend on what was played beside it.
-        info: Of its last step.
+        index: Its index in the evaluation's table.
+        was_cut: Whether it was truncated only because it reached `max_steps`.
+        was_mixed: Whether the policy's random numbers depended on other episodes played at the same time.
+        info: The info of its last step.
     """
 
     index: int
@@ -46,24 +46,24 @@ class Finished:
 
 
 class Evaluating(Acting):
-    """Workers that play episodes besides all else: what they hold for training is not touched."""
+    """Workers that also play evaluation episodes, without touching their training environments and policy."""
 
     def play(
         self, plan: EvaluationPlan, episodes: Sequence[Episode], dealer: Dealer, num_envs: int
     ) -> Generator[list[Finished], None, None]:
-        """Let the workers play until every episode is over; yields those that are, as they are.
+        """Let the workers play until every episode is over; yields finished episodes as they come in.
 
-        Each worker has one request at a time, and answers it after a moment with what is over by then. If it is lost,
-        its episodes are dealt to others, and whoever takes its place is sent the plan.
+        Each worker has one request at a time, and answers it after a moment with the episodes finished by then. If the
+        worker is lost, its episodes are dealt to others, and its replacement is sent the plan.
 
         Args:
             plan: What is evaluated.
-            episodes: All of the table, by index.
-            dealer: Of those that are to be played.
+            episodes: All episodes of the table, by index.
+            dealer: Deals the episodes that are to be played.
             num_envs: How many environments to use, over all workers.
 
         Raises:
-            PolicyError: The policy cannot be sent.
+            PolicyError: The policy cannot be pickled.
         """
         code = pickle_policy(plan)
         self.settle()
@@ -107,7 +107,7 @@ class Evaluating(Acting):
                 pending.abandon()
 
     def _share(self, num_envs: int) -> dict[Worker, int]:
-        """Divide environments among the workers, those that are there first."""
+        """Divide environments among the workers, ready ones first."""
         present = sorted(self.workers, key=lambda worker: not worker.is_ready)
         sizes = [stop - start for start, stop in split_shards(num_envs, min(num_envs, len(present)))]
         return dict(zip(present, sizes, strict=False))
@@ -124,32 +124,32 @@ class Evaluating(Acting):
         return finished
 
     def _check_losses(self, dealer: Dealer, episodes: Sequence[Episode], worker: Worker) -> None:
-        """Raise if an episode is lost again and again: it may be what ends its workers."""
+        """Raise if an episode is lost again and again: it may be what kills its workers."""
         often = [index for index, count in dealer.losses.items() if count >= _MAX_LOSSES]
         if often:
             named = ", ".join(f"{index} (seed {episodes[index].seed})" for index in sorted(often)[:8])
             raise WorkerLost(
                 f"{_MAX_LOSSES} workers were lost, one after another, while they played episode {named}. One of these "
-                f"may be what ends them. The last loss: {worker.loss}",
+                f"may be what kills them. The last loss: {worker.loss}",
                 worker_index=worker.index,
                 env_indices=worker.env_indices,
             )
 
 
 def read_finished(answer: Any, max_steps: int) -> list[Finished]:
-    """Check what a player says of the episodes that are over.
+    """Read and check a worker's report of finished episodes.
 
     Raises:
-        WireError: It is malformed.
+        WireError: The report is malformed.
     """
     finished = []
     for item in checked_list(answer):
         each = checked_list(item, len(fields(Finished)))
         if list(map(type, each)) != [int, float, int, bool, bool, bool, bool, bytes]:
-            raise WireError("What it says of an episode is malformed.")
+            raise WireError("Its report of an episode is malformed.")
         index, total, length, terminated, truncated, was_cut, was_mixed, info = each
         if not 1 <= length <= max_steps or not (terminated or truncated):
-            raise WireError("What it says of an episode's end cannot be.")
+            raise WireError("Its report of how an episode ended is impossible.")
         ending = terminated, truncated, was_cut, was_mixed
         finished.append(Finished(index, total, length, *ending, checked_dict(values.loads(info))))
     return finished

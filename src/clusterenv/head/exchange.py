@@ -1,4 +1,4 @@
-"""Exchange: actions for some environments out, results of those that are ready back, in any order."""
+"""Exchange: sends actions for some environments, and receives results of whichever are ready, in any order."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Exchange:
         self._actions = actions
         self._observations = observations
         self._has_action = np.zeros(remote.workers[-1].stop, np.bool_)
-        self._calls: list[tuple[Worker, Any]] = []  # With what `step_shard` returned.
+        self._calls: list[tuple[Worker, Any]] = []  # With the pending call that `step_shard` returned.
 
     @property
     def is_idle(self) -> bool:
-        """Whether no action is waiting to be answered."""
+        """Whether no action awaits its result."""
         return not self._calls and not self._has_action.any()
 
     def forget(self) -> None:
-        """Note that another call was made: nothing waits to be answered any more."""
+        """Forget all actions, because another call was made."""
         self._calls.clear()
         self._has_action[:] = False
 
     def send(self, actions: Any, env_ids: NDArray[np.int64]) -> None:
-        """Take actions, and step the workers all of whose environments now have one.
+        """Take actions, and step each worker whose environments now all have one.
 
         Raises:
-            ConfigError: The actions do not fit the environments, or one of them has an action already.
+            ConfigError: The actions do not fit the environments, or an environment has an action already.
         """
         parts = check_actions(self._actions, actions, env_ids, self._has_action)
         if self.is_idle:
@@ -64,13 +64,13 @@ class Exchange:
         """Wait for the results of some environments; `info["env_id"]` says which.
 
         Returns:
-            The results, and the environments that raised and were forgiven, with what they raised.
+            The results, and the forgiven exceptions of environments: the index, and the text.
 
         Raises:
-            ConfigError: Nothing is under way.
-            CallTimeout: None was ready in time; the same wait may be tried again.
+            ConfigError: No step is under way.
+            CallTimeout: No results were ready in time; `recv` may be called again.
             WorkerFailed: An environment raised. The actions of its worker's environments are used up; the results of
-                the others are still to be received.
+                other workers can still be received.
         """
         if not self._calls:
             hosted = ", ".join(f"{worker.start} to {worker.stop - 1}" for worker in self._remote.workers)
@@ -84,12 +84,12 @@ class Exchange:
             left = _WAIT_S if deadline is None else deadline - time.monotonic()
             if left <= 0 and not self._remote.advance(0.0):
                 names = "; ".join(str(worker) for worker, _ in self._calls)
-                raise CallTimeout(f"No answer within {timeout_s:g} s from {names}. It may be waited for again.")
+                raise CallTimeout(f"No answer within {timeout_s:g} s from {names}. recv() may be called again.")
             self._remote.advance(max(0.0, left))
         finished = [(worker, pending) for worker, pending in self._calls if not pending.waiting]
         for worker, pending in finished:
             if pending.failed:
-                finished = [(worker, pending)]  # The others are received next.
+                finished = [(worker, pending)]  # The others are returned by the next call.
                 break
         with self._remote.deferred:
             for worker, pending in finished:
@@ -133,13 +133,13 @@ def check_actions(
     """Check actions for some environments; returns one array per leaf of the action space.
 
     Args:
-        layout: Of one action.
-        actions: What the user gave.
-        env_ids: For whom.
-        has_action: Which environments have one already.
+        layout: The layout of one action.
+        actions: The actions as given by the user.
+        env_ids: The environments they are for.
+        has_action: Which environments have an action already.
 
     Raises:
-        ConfigError: They do not fit.
+        ConfigError: The actions do not fit the layout or the environments.
     """
     if not layout.is_fixed:
         raise ConfigError("send() needs actions of fixed size; use step(actions) for this action space.")
@@ -160,14 +160,14 @@ def check_actions(
             )
         if not _can_become(part, leaf):
             raise ConfigError(
-                f"The actions{leaf} must be {leaf.dtype}, or numbers of which nothing is lost as such, got "
-                f"{part.dtype}: cast them first, as they are meant. step(actions) hands them on as they are."
+                f"The actions{leaf} must be {leaf.dtype}, or numbers that can be cast to it without loss, got "
+                f"{part.dtype}: cast them first. step(actions) passes actions on unchanged."
             )
     return parts
 
 
 def _can_become(part: NDArray[Any], leaf: Leaf) -> bool:
-    """Whether actions are of the leaf's dtype, or become so as a list of numbers does: floats may be rounded."""
+    """Whether actions have the leaf's dtype or can be cast to it; floats may be rounded, integers must be exact."""
     dtype = leaf.dtype
     if part.dtype == dtype or not part.size:
         return True

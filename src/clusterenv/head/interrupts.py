@@ -1,23 +1,23 @@
-"""DeferInterrupt: Ctrl-C, or another signal, waits until a message has been sent or dealt with as a whole."""
+"""DeferInterrupt: defers Ctrl-C and other signals until a message has been fully sent or processed."""
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal` makes an enum of what it returns: 3 us instead of 0.2
+import _signal  # type: ignore[import-not-found]  # `signal` wraps its results in enums: 3 us instead of 0.2
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-# Ctrl-C, and those whose handlers are known to raise: time limits, schedulers that want the process to go.
+# Ctrl-C, and signals whose handlers are known to raise: time limits, and schedulers that end the process.
 _NAMES = ("SIGINT", "SIGALRM", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _NUMBERS = tuple(int(getattr(_signal, name)) for name in _NAMES if hasattr(_signal, name))
 
 
 class DeferInterrupt:
-    """Defers the handlers of signals until the end of its block, which must be short.
+    """Defers signal handlers until the end of its block, which must be short.
 
-    Python runs them between any two instructions of the main thread, and they may raise, as Ctrl-C's does: even when a
-    message has been taken from the socket and nobody has noted it yet, or when one worker has got its request and the
-    next has not. An answer lost like that would be awaited in vain by the next call.
+    Python runs handlers between any two instructions of the main thread, and they may raise, as Ctrl-C's does: even
+    when a message has been taken from the socket but not recorded yet, or when only some workers have been sent their
+    request. The next call would wait in vain for an answer lost in this way.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class DeferInterrupt:
             try:
                 for number in _NUMBERS:
                     handler = _signal.getsignal(number)
-                    # Handlers that are not Python's own cannot be put back, and raise nothing.
+                    # Handlers not installed from Python cannot be restored, and raise nothing.
                     if callable(handler) and handler != self._note:
                         self._previous[number] = handler
                         _signal.signal(number, self._note)
-            except BaseException:  # By one that is not deferred yet.
+            except BaseException:  # Raised by a handler that is not deferred yet.
                 self._put_back()
                 raise
         self._depth += 1
@@ -47,14 +47,14 @@ class DeferInterrupt:
             return
         try:
             self._put_back()
-        except BaseException:  # By one that is not deferred any more.
+        except BaseException:  # Raised by a handler that is no longer deferred.
             self._put_back()
             raise
         finally:
             self._run_noted()
 
     def _put_back(self) -> None:
-        for number, handler in reversed(self._previous.items()):  # Ctrl-C, the commonest, is deferred longest.
+        for number, handler in reversed(self._previous.items()):  # Ctrl-C, the most common, is deferred longest.
             _signal.signal(number, handler)
         self._previous.clear()
 

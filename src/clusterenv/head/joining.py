@@ -1,4 +1,4 @@
-"""Joining: who may come in, by which key; who is sent away, and why."""
+"""Joining: decides which processes may join as workers, by which key, and tells the others why not."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from clusterenv.wire.zeromq import HeadSocket
 
 log = logging.getLogger(__name__)
 
-_LAPSE_S = 10.0  # Whoever registers joins at once; after this another process may register in its place.
+_LAPSE_S = 10.0  # A process joins right after it registers; after this long, another may register instead.
 
 
 class Admission(enum.Enum):
-    """What becomes of a wish to register or to join."""
+    """The decision on a request to register or to join."""
 
     ACCEPTED = enum.auto()
-    DEFERRED = enum.auto()  # Until the worker that has the place is given up; `Places.give_up` then accepts it.
+    DEFERRED = enum.auto()  # Until the worker in the place is given up: `Places.give_up` then accepts the request.
     REFUSED = enum.auto()
 
 
-# With the reason, to be told to the worker, if it is a refusal.
+# With the reason to tell the worker, if it is a refusal.
 Decision: TypeAlias = tuple[Admission, str]
 
 _ACCEPTED: Decision = (Admission.ACCEPTED, "")
@@ -37,12 +37,12 @@ _ACCEPTED: Decision = (Admission.ACCEPTED, "")
 class Places:
     """The places of a run's workers.
 
-    A place is vacant until somebody registers a public key for it, which takes the run's ticket. From then on it
-    belongs to that key: only its owner can join, and come back after its connection was lost. Once the worker is given
-    up its key is worth nothing, and the place is vacant again.
+    A place is vacant until a process registers a public key for it, which takes the run's ticket. From then on the
+    place belongs to that key: only the key's owner can join, and rejoin after losing its connection. Once the worker is
+    given up, its key is no longer valid and the place is vacant again.
 
     Attributes:
-        keys: Whose place each valid key opens. It is always current, and not to be changed by others.
+        keys: The worker index for each valid key. Always current; read-only for others.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
@@ -55,8 +55,8 @@ class Places:
         Args:
             index: The worker whose place is asked for.
             key: The public key.
-            now: Seconds, of any clock that does not go back.
-            is_cut_off: Whether the worker that has joined there has lost its connection, so that it will be given up.
+            now: The time in seconds, of any monotonic clock.
+            is_cut_off: Whether the worker in this place has lost its connection, and so will be given up.
         """
         place = self._find(index)
         if place is None:
@@ -74,7 +74,7 @@ class Places:
         return _ACCEPTED
 
     def join(self, index: int, key: str) -> Decision:
-        """Decide whether the holder of a key may join; it then has the place until it is given up."""
+        """Decide whether the owner of a key may join; if so, it has the place until it is given up."""
         place = self._find(index)
         if place is None:
             return self._no_such_worker(index)
@@ -86,7 +86,7 @@ class Places:
         return _ACCEPTED
 
     def give_up(self, index: int, now: float) -> bool:
-        """Vacate a place, whatever its state; returns whether a registration that was deferred is accepted by that."""
+        """Vacate a place, whatever its state; returns whether this accepts a deferred registration."""
         place = self._workers[index].place
         next_key = place.next_key
         if place.key is not None:
@@ -112,10 +112,10 @@ class Places:
 
 
 class Joining:
-    """Lets workers in.
+    """Answers requests to register and to join.
 
     Attributes:
-        by_peer: The workers that have joined, by their address.
+        by_peer: The workers that have joined, by their transport address.
     """
 
     def __init__(self, socket: HeadSocket, workers: Sequence[Worker]) -> None:
@@ -128,7 +128,7 @@ class Joining:
         socket.authorised = self._places.keys
 
     def register(self, peer: bytes, register: Register) -> None:
-        """Make a worker's own key known, or tell it why not; or let it wait until its predecessor is given up."""
+        """Register a worker's own key, refuse it with a reason, or defer it until its predecessor is given up."""
         index = register.worker_index
         worker = self._workers[index] if 0 <= index < len(self._workers) else None
         if register.protocol != PROTOCOL:
@@ -149,7 +149,7 @@ class Joining:
             worker.place.waiting.append(peer)
 
     def welcome(self, peer: bytes, join: Join) -> Worker | None:
-        """Let a worker in, or tell it why not; returns whom, if anybody has joined by that."""
+        """Let a worker join, or tell it why not; returns the worker if it has joined."""
         found = self._socket.find_peer(peer)
         if join.protocol != PROTOCOL:
             reason = _other_protocol(join.protocol)
@@ -176,7 +176,7 @@ class Joining:
         return worker
 
     def strike_off(self, worker: Worker) -> None:
-        """Drop a worker: what still comes from it is a stranger's. Who waits for its place may have it."""
+        """Drop a worker: messages it still sends are a stranger's, and a process waiting for its place gets it."""
         if worker.peer is not None:
             del self.by_peer[worker.peer]
         worker.peer = None
@@ -184,7 +184,7 @@ class Joining:
         *others, last = worker.place.waiting or [b""]
         is_granted = self._places.give_up(worker.index, time.monotonic())
         if is_granted and not self._socket.send(last, [messages.encode(Registered())], waits=False):
-            self._places.give_up(worker.index, time.monotonic())  # It did not wait so long.
+            self._places.give_up(worker.index, time.monotonic())  # That process is gone already.
         for peer in others:
             worker.has_rival = True
             self._refuse(peer, f"a registration as worker {worker.index}", "another process has since registered")
@@ -194,9 +194,9 @@ class Joining:
         self._socket.send(peer, [messages.encode(Refused(reason))], waits=False)
 
     def _is_cut_off(self, worker: Worker) -> bool:
-        """Whether a worker that has joined is gone, and nobody has noticed yet.
+        """Whether a worker that has joined is gone, although its loss was not noticed yet.
 
-        Then whoever registers is its successor: a job that was requeued while the learner learned.
+        Then the process that registers is its successor: a job that was requeued while the learner learned.
         """
         return worker.peer is not None and not self._socket.send(worker.peer, [messages.encode(Ping())], waits=False)
 

@@ -1,4 +1,4 @@
-"""Liveness: which workers are lost: their launcher says so, nothing can be sent to them, or they hang."""
+"""Liveness: finds lost workers: their launcher says so, nothing can be sent to them, or they hang."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from clusterenv.wire import messages
 from clusterenv.wire.messages import Ping
 from clusterenv.wire.zeromq import HeadSocket
 
-_SUSPICION_S = 3.0  # After a connection has ended, how long to go on asking whose it was.
+_SUSPICION_S = 3.0  # How long to ping the workers whose connection may have ended.
 _ASK_EVERY_S = 0.1
-_LAST_WORDS_S = 1.0  # How long the launcher gets to say how a worker ended whose connection has.
+_LAST_WORDS_S = 1.0  # How long the launcher has to report how a worker ended after its connection did.
 
 
 class Liveness:
@@ -24,11 +24,11 @@ class Liveness:
         self._workers = workers
         self._fleet = fleet
         self._timeouts = timeouts
-        self._suspects: dict[Worker, float] = {}  # Until when to go on asking.
+        self._suspects: dict[Worker, float] = {}  # Until when to keep pinging each.
         self._asked_at = 0.0
 
     def suspect(self, worker: Worker, now: float) -> None:
-        """Note that a worker may have gone."""
+        """Note that a worker's connection may have ended."""
         self._suspects[worker] = now + _SUSPICION_S
 
     def look(self, now: float) -> list[tuple[Worker, str]]:
@@ -58,10 +58,11 @@ class Liveness:
         return ""
 
     def _find_cut_off(self, now: float) -> None:
-        """Find out whose connection has ended: ZeroMQ says that one has, and then refuses to send to it.
+        """Find out whose connection has ended: ZeroMQ reports that one has, and then refuses to send to it.
 
-        Its descriptor may belong to another connection by now, so the worker is asked, and only that one, now and then:
-        messages that a worker does not read add up until ZeroMQ reads nothing from it any more, heartbeats included.
+        Its descriptor may have been reused by another connection, so the worker is pinged to make sure. Only suspects
+        are pinged, and not too often: unread messages pile up until ZeroMQ stops reading from that worker at all,
+        heartbeats included.
         """
         if hangups := self._socket.take_hangups():
             for worker in self._workers:
@@ -73,7 +74,7 @@ class Liveness:
         for worker, until in list(self._suspects.items()):
             if now > until or worker.peer is None or worker.cut_at is not None:
                 del self._suspects[worker]
-            # A worker that shares memory does not read its socket for hours: one more ping must not wait for that.
+            # A worker that shares memory may not read its socket for hours: the ping must not block until it does.
             elif not self._socket.send(worker.peer, [messages.encode(Ping())], waits=False):
                 worker.cut_at = now
                 del self._suspects[worker]

@@ -1,4 +1,4 @@
-"""Machines: which workers share one, so that one of them gets weights over the network for all."""
+"""Machines: which workers share a machine, so that one of them receives weights over the network for all."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from clusterenv.head.worker import Worker
 from clusterenv.wire.arrays import CHUNK_BYTES
 from clusterenv.wire.messages import BoardAddress, Copy
 
-_MAX_MISSED = 3  # Weights that did not reach a worker in this way, or others by it, before it is left out.
+_MAX_MISSED = 3  # After this many failed hand-overs, to a worker or from it, the worker is left out.
 
 
 class Shares:
-    """Who gets a version's weights over the network, and who from a worker on its machine.
+    """Which workers get a version's weights over the network, and which from a worker on their machine.
 
     Attributes:
-        num_spared: How many get them without the network.
+        num_spared: How many workers get the weights without the network.
     """
 
     def __init__(self) -> None:
@@ -23,58 +23,58 @@ class Shares:
         self._copies: dict[Worker, tuple[int, Copy, bool]] = {}
 
     def add(self, carrier: Worker, others: Sequence[Worker], copy: Copy) -> None:
-        """Let a worker get weights for others."""
+        """Let one worker, the carrier, receive the weights for others."""
         self.num_spared += len(others)
         self._copies[carrier] = carrier.incarnation, copy, True
         for worker in others:
             self._copies[worker] = worker.incarnation, copy, False
 
     def copy_for(self, worker: Worker) -> Copy | None:
-        """Return what to tell a worker; None if this concerned its predecessor, or nobody."""
+        """Return which copy a worker should use; None if there is none, or it was meant for its predecessor."""
         incarnation, copy, _ = self._copies.get(worker, (-1, None, True))
         return copy if incarnation == worker.incarnation else None
 
     def travels_to(self, worker: Worker) -> bool:
-        """Whether the weights are to be sent to this worker."""
+        """Whether to send the weights to this worker."""
         incarnation, _, is_carrier = self._copies.get(worker, (-1, None, True))
         return is_carrier or incarnation != worker.incarnation
 
 
 class Machines:
-    """Knows which workers have found that they can read each other's boards (`wire.board`)."""
+    """Tracks which workers can read each other's boards (`wire.board`)."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
-        self._carriers: dict[str, Worker] = {}  # Who it was last, by machine: its memory is there already.
-        self._complaints: dict[str, list[Worker]] = {}  # Who did not get the newest weights by them.
+        self._carriers: dict[str, Worker] = {}  # The last carrier of each machine: its memory is allocated already.
+        self._complaints: dict[str, list[Worker]] = {}  # Who did not get the newest weights from that carrier.
 
     def find_neighbour(self, worker: Worker) -> BoardAddress | None:
-        """Return the board of somebody that says it is on the same machine, for a worker to try."""
+        """Return the board of another worker that claims to be on the same machine, for a worker to try."""
         others = (other for other in self._workers if other is not worker and self._is_like(other, worker))
         return next((other.board for other in others), None)
 
     def note_trial(self, worker: Worker, neighbour: BoardAddress | None, *, has_succeeded: bool) -> None:
-        """Note whether a worker could read a neighbour's board; then that one most likely can read its own."""
-        worker.has_neighbour |= has_succeeded  # Somebody else may have found it before it answered.
+        """Note whether a worker could read a neighbour's board; if so, most likely the reverse works, too."""
+        worker.has_neighbour |= has_succeeded  # Another worker may have read its board before it answered.
         if has_succeeded:
             for other in self._workers:
                 if other.board == neighbour and self._is_like(other, worker):
                     other.has_neighbour = True
 
     def find_mates(self, worker: Worker, among: Iterable[Worker]) -> list[Worker]:
-        """Return a worker and those of the others that can share what is sent to it."""
+        """Return a worker together with the workers in `among` that can share what is sent to it."""
         groups = self._group(among) if self._group([worker]) else {}
         return groups.get(worker.machine, [worker])
 
     def share(self, workers: Iterable[Worker], size_bytes: int, digest: Callable[[], bytes]) -> Shares:
-        """Decide who gets weights for whom.
+        """Decide which workers receive weights for others on their machine.
 
-        Weights of one frame are sent to everybody: that takes no longer than to look for them.
+        Weights that fit one frame are sent to every worker: that takes no longer than looking for them.
 
         Args:
-            workers: Who takes them.
-            size_bytes: Of the weights.
-            digest: Returns their SHA-256, which is computed if it is needed.
+            workers: The workers that load the weights.
+            size_bytes: The size of the weights.
+            digest: Returns the SHA-256 of the weights; called only if needed.
         """
         shares = Shares()
         if size_bytes <= CHUNK_BYTES:
@@ -95,20 +95,20 @@ class Machines:
         return shares
 
     def count_copies(self, size_bytes: int) -> int:
-        """Return how often weights of this size would be sent if everybody took them."""
+        """Return how many copies of weights of this size would be sent if all workers pulled."""
         if size_bytes <= CHUNK_BYTES:
             return len(self._workers)
         groups = self._group(self._workers)
         return len(self._workers) - sum(len(mates) - 1 for mates in groups.values())
 
     def note_missing(self, worker: Worker) -> None:
-        """Note that a worker did not find what another one was to keep for it.
+        """Note that a worker did not find the weights that its machine's carrier should have kept for it.
 
-        If several say so of the same weights it is the other one's fault, and not theirs.
+        If several workers miss the same weights, the carrier is at fault.
         """
         worker.may_miss = False
         carrier = self._carriers.get(worker.machine)
-        if carrier is None:  # It is lost.
+        if carrier is None:  # The carrier is lost.
             return
         worker.num_missed += 1
         complaints = self._complaints[worker.machine]
@@ -119,7 +119,7 @@ class Machines:
                 self.note_lost(carrier)
 
     def note_lost(self, worker: Worker) -> None:
-        """Note that weights cannot be had by a worker any more: what others did not get was not their fault."""
+        """Note that a carrier is lost: the weights that others missed were not their fault."""
         if self._carriers.get(worker.machine) is worker:
             del self._carriers[worker.machine]
             for other in self._workers:

@@ -1,4 +1,4 @@
-"""Packages: what workers have imported, and which of it differs from the head's or among them."""
+"""Packages: which packages workers have imported, and whose versions differ from the head's or among workers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ log = logging.getLogger(__name__)
 
 
 class Packages:
-    """Compares the versions of what environments and policies have imported; a difference is told once."""
+    """Compares the versions of packages that environments and policies have imported; logs each difference once."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
         self._told: set[tuple[str, str]] = set()
 
     def note(self, worker: Worker, packages: Mapping[str, str]) -> None:
-        """Note what a worker has imported."""
+        """Note which packages a worker has imported."""
         worker.packages |= packages
 
     def tell(self) -> None:
-        """Say which packages differ, and where, unless that was said before."""
+        """Log which packages differ, and where, unless that was logged before."""
         differences = []
         for name in dict.fromkeys(name for worker in self._workers for name in worker.packages):
             own = version_of(name)
@@ -38,8 +38,8 @@ class Packages:
                 differences.append(f"{name} {', '.join(here + there)}")
         if differences:
             log.warning(
-                "workers have imported other versions: %s. What environments do may depend on which worker has them: "
-                "install the same everywhere.",
+                "workers have imported other versions: %s. Environments may behave differently from worker to worker: "
+                "install the same versions everywhere.",
                 "; ".join(differences),
             )
 

@@ -22,7 +22,7 @@ Replies: TypeAlias = Sequence[tuple[Worker, Any]]
 
 
 def step_destination(worker: Worker, buffer: int) -> Destination:
-    """Return where the results of a step or reset go: into a worker's rows of this one of the two step buffers."""
+    """Return the destination of a step's or reset's results: the worker's rows of this step buffer."""
 
     def destination(reply: Reply, _num_parts: int) -> Sequence[NDArray[Any]]:
         return worker.buffers[buffer].results if isinstance(reply, Stepped | Failed) else ()
@@ -31,16 +31,15 @@ def step_destination(worker: Worker, buffer: int) -> Destination:
 
 
 class PendingCall:
-    """What was asked of whom, and what has come.
+    """One request to several workers, and the answers so far.
 
-    A worker that is lost before it has answered is asked again when another one has taken its place.
+    If a worker is lost before it has answered, its replacement is asked again.
 
     Attributes:
-        waiting: Who has not answered, and which of the two step buffers its answer fills.
-        read: Turns what the answers brought, in the order of the environments, into what the caller wants.
-        replies: What the others' answers brought.
-        failed: Those in whose environments or policy something was raised, or whose answer makes no sense, and the
-            error that says so.
+        waiting: The workers that have not answered, and which of the two step buffers each answer fills.
+        read: Turns the answers, in the order of the environments, into the result for the caller.
+        replies: The answers so far, as returned by `take`.
+        failed: The workers whose environments or policy raised, or whose answer is malformed, with the error.
     """
 
     def __init__(
@@ -60,18 +59,18 @@ class PendingCall:
         """Prepare a call; `start` sends it.
 
         Args:
-            calls: Send it.
+            calls: Sends the requests.
             make: Makes the request from the call's number, the worker and the step buffer.
-            arrays: What a worker that shares no memory gets with it.
-            destination: Where the arrays go that come with a worker's answer, given the step buffer.
+            arrays: Arrays to send along to a worker that shares no memory.
+            destination: Where arrays that come with a worker's answer are stored, given the step buffer.
             fills: Whether the answer fills the worker's other step buffer, rather than the one it shows.
-            is_same: Whether the request is the same for all, and need be encoded only once.
-            asks_again: Whether to ask one that has taken the place of a lost worker, too.
-            asks_newcomers: Whether to ask everybody who becomes ready meanwhile, also in the place of one that has
-                answered: else it would lack what the others have got.
-            take: Returns what a worker's answer brings, and notes it. Called when the answer comes: a moment later its
-                worker may be lost, and another one be given what the learner is to see. May raise WireError.
-            read: Turns what the answers brought, in the order of the environments, into what the caller wants.
+            is_same: Whether the request is the same for all workers, so that it is encoded only once.
+            asks_again: Whether to ask the replacement of a worker that was lost before it answered.
+            asks_newcomers: Whether to ask every worker that becomes ready meanwhile, even the replacement of one that
+                has answered, since it would otherwise lack what the others were given.
+            take: Reads a worker's answer, and records what the learner is to see. Called as soon as the answer comes,
+                because the worker may be lost and replaced a moment later. May raise WireError.
+            read: Turns the answers, in the order of the environments, into the result for the caller.
         """
         self.waiting: dict[Worker, int] = {}
         self.read = read
@@ -88,9 +87,9 @@ class PendingCall:
         self._take = take
 
     def start(self, workers: Sequence[Worker]) -> None:
-        """Ask those that are ready; the others are asked when they are.
+        """Ask the workers that are ready; the others are asked once they are.
 
-        All requests are made before the first is sent, so that one that cannot be made leaves nothing half begun.
+        All requests are built before the first is sent, so that one that cannot be built leaves nothing half begun.
         """
         fills = self._fills
         self.waiting = {worker: 1 - worker.shown if fills else worker.shown for worker in workers}
@@ -136,17 +135,17 @@ class PendingCall:
             self.failed.append((worker, malformed(worker, error)))
 
     def raise_failure(self) -> None:
-        """Raise what went wrong, if anything did; of several workers, the first one's."""
+        """Raise the error of the first worker that failed, if any."""
         if self.failed:
             self.failed.sort(key=lambda item: item[0].index, reverse=True)
-            raise self.failed.pop()[1]  # Not kept here: its traceback will lead back to this call.
+            raise self.failed.pop()[1]  # Not kept here: its traceback would refer back to this call.
 
     def in_order(self) -> list[tuple[Worker, Any]]:
-        """Return what the answers brought, in the order of the environments."""
+        """Return the answers, in the order of the environments."""
         return sorted(self.replies.items(), key=lambda item: item[0].index)
 
     def abandon(self) -> None:
-        """Do not ask anybody again: nobody waits for the answers."""
+        """Stop asking replacements and newcomers, since nobody waits for the answers."""
         self._asks_again = self._asks_newcomers = False
 
     def _encode(self, call: int, worker: Worker) -> bytes:

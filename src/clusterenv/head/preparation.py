@@ -29,11 +29,11 @@ class PreparationRequest(NamedTuple):
     """One of the requests of a stage.
 
     Attributes:
-        make: Makes it from the call's number.
-        accept: Takes the answer, unless that is `Failed`; may raise WireError.
-        destination: Where arrays that come with the answer go.
-        arrays: What goes with the request.
-        then: Returns what else is to be asked once it is answered.
+        make: Makes the request from the call's number.
+        accept: Takes the answer, unless it is `Failed`; may raise WireError.
+        destination: Where arrays that come with the answer are stored.
+        arrays: Arrays to send along with the request.
+        then: Returns the requests to send once this one is answered.
     """
 
     make: Callable[[int], Request]
@@ -44,17 +44,17 @@ class PreparationRequest(NamedTuple):
 
 
 class Preparation:
-    """Knows what the workers of a run have been given, and so what one that takes over is to be given.
+    """Keeps what the workers of a run were given, so that a replacement can be given the same.
 
     Attributes:
-        attributes: Makes the request for each attribute that was set, in the order in which they were.
-        recording: Makes the request to record rollouts that stay on the worker's machine, if there is a recording.
-        was_reset: Whether the learner has seen its environments: then a worker that takes over resets its own.
+        attributes: For each attribute that was set, in that order, a function that makes the request to set it.
+        recording: Makes the request to record rollouts on the worker's machine, if there is a recording.
+        was_reset: Whether the learner has reset its environments, so that a replacement must reset its own.
         adoption: Makes the request to adopt the policy, if there is one.
-        on_adopted: Told of each worker that was given the policy in this way.
-        packages: What workers have imported.
-        weights_now: Returns the newest version and its weights, encoded and cut, for such a worker; None if it must
-            wait for the next call that takes a policy.
+        on_adopted: Called with each worker that was given the policy during preparation, and the version.
+        packages: The packages that workers have imported.
+        weights_now: Returns the newest version and its weights, encoded and cut, for such a worker; None if the worker
+            must wait for the next call that takes a policy.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class Preparation:
         self._calls = calls
         self._memories = memories
         self._machines = machines
-        self._assignments = assignments  # By the index of a worker's first environment.
+        self._assignments = assignments  # Takes the index of a worker's first environment.
         self._autoreset_mode = autoreset_mode
 
     def open(self, spaces: RunSpaces, memory: SharedMemory | None, reader: StepReader) -> None:
-        """Note what the stages after the first are about; the bell and the step buffers lie in the memory, if any."""
+        """Set what the stages after the first need; `memory`, if any, holds the bell and the step buffers."""
         self._is_open = True
         self._spaces = cloudpickle.dumps(spaces)
         self._memory = memory
         self._reader = reader
 
     def requests(self, worker: Worker, stage: Stage) -> list[PreparationRequest]:
-        """Return what to ask of a worker in a stage."""
+        """Return the requests to send a worker in a stage."""
         if stage is Stage.ASSIGN:
             code = self._assignments(worker.start)
             return [PreparationRequest(lambda call: messages.Assign(call, code), partial(self._note_made, worker))]
@@ -98,7 +98,7 @@ class Preparation:
             return self._adoption_of(worker)
         requests = [
             PreparationRequest(partial(_numbered, make, worker), partial(expect, messages.Returned))
-            # One that cannot record says so with its first rollout.
+            # A worker that cannot record reports that with its first rollout.
             for make in (*self.attributes.values(), *([] if self.recording is None else [self.recording]))
         ]
         if self.was_reset:
@@ -111,7 +111,7 @@ class Preparation:
         self.packages.note(worker, made.packages)
         if not worker.has_served:
             worker.description = description
-        if self._is_open:  # Else all are told of together.
+        if self._is_open:  # Otherwise the differences of all workers are logged together, later.
             self.packages.tell()
 
     def _invitation(self, worker: Worker) -> PreparationRequest:
@@ -133,7 +133,7 @@ class Preparation:
         if memory is None:
             return PreparationRequest(lambda call: messages.Serve(call, self._spaces, None, None, neighbour), read)
         mailbox = self._memories.share(MAILBOX_BYTES)
-        own_side = HeadMailbox(mailbox.memory)  # Its semaphore must be there before the worker waits for it.
+        own_side = HeadMailbox(mailbox.memory)  # Its semaphore must exist before the worker waits for it.
 
         def accept(reply: Reply) -> None:
             if not read(reply).shares_memory:
@@ -151,7 +151,7 @@ class Preparation:
         )
 
     def _resumption(self, worker: Worker) -> PreparationRequest:
-        """Let a worker's environments begin new episodes, in the place of those that the learner has seen."""
+        """Let a replacement's environments begin new episodes, continuing from what the learner last saw."""
         seeds, shown = list(worker.seeds), worker.shown
         if not worker.has_served:
             return PreparationRequest(
@@ -164,18 +164,19 @@ class Preparation:
         seen = values.dumps([next(objects, []) if array is None else array for array in rows.observations])
         ended = (rows.terminations | rows.truncations).tolist()
         if self._autoreset_mode is AutoresetMode.SAME_STEP:
-            ended = [False] * worker.num_envs  # The next ones had begun.
+            ended = [False] * worker.num_envs  # The next episodes had begun already.
         return PreparationRequest(
             lambda call: messages.Resume(call, shown, seeds, seen, ended), partial(expect, messages.Returned)
         )
 
     def _adoption_of(self, worker: Worker, old: int = 0) -> list[PreparationRequest]:
-        """Give a worker the policy; again if the learner has gone on meanwhile, since it may take long.
+        """Give a worker the policy, and again if there is a newer version by the time that is done.
 
-        Twice is enough for weights: newer ones are sent when it takes part. A new structure it must have before that.
+        Twice is enough for weights, since newer ones are sent once the worker is ready. A policy of another structure
+        must be adopted before that.
 
         Args:
-            worker: Who takes over.
+            worker: The replacement.
             old: The version that it was given just now.
         """
         adoption = self.adoption

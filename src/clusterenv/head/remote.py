@@ -1,4 +1,4 @@
-"""Remote: the environments on the workers: requests out, one result back."""
+"""Remote: calls to the environments on all workers, each with one merged result."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from clusterenv.wire.messages import Apply, Decide, Invoke, Record, Reset, SetAt
 
 
 class Remote(Evaluating):
-    """Calls to all workers' environments: each method here starts one, and `finish` ends it."""
+    """Calls to all workers' environments: each method starts one, and `finish` waits for its result."""
 
     def reset(self, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None) -> Handle:
-        """Start resetting the environments, or those in the mask."""
+        """Start resetting all environments, or those in the mask."""
         self.settle()
         pickled = None if options is None else cloudpickle.dumps(options)
         if mask is None:
@@ -35,7 +35,7 @@ class Remote(Evaluating):
             part = None if mask is None else list(mask[worker.start : worker.stop])
             chosen = list(seeds[worker.start : worker.stop])
             num_plain = self.calls.num_plain_steps - worker.num_plain_steps
-            if worker.num_losses and not worker.num_answers and not num_plain:  # They keep the recorded seeds.
+            if worker.num_losses and not worker.num_answers and not num_plain:  # Keep the seeds recorded in its `Loss`.
                 chosen = [new if seed is None else seed for seed, new in zip(chosen, worker.seeds, strict=True)]
             return Reset(call, buffer, chosen, part, pickled)
 
@@ -51,14 +51,14 @@ class Remote(Evaluating):
         )
 
     def note_reset(self) -> None:
-        """Note that the learner has seen its environments: from now on a worker that takes over resets its own."""
+        """Note that the learner has reset its environments: from now on, a replacement worker resets its own."""
         self.preparation.was_reset = True
 
     def step(self, actions: Any | None) -> Handle:
         """Start a step.
 
         Args:
-            actions: Anything that can be sliced by environment index; None if they are in the buffers already.
+            actions: A sequence indexed by environment; None if the actions are in the buffers already.
         """
         mailboxes = self.calls.mailboxes.all
         if mailboxes is not None and actions is None and not (self._under_way or self._is_uneven or self.stream):
@@ -102,7 +102,7 @@ class Remote(Evaluating):
 
     def set_attr(self, name: str, items: Sequence[Any]) -> Handle:
         """Start setting an attribute of every environment."""
-        # Pickled now: what the caller does to the values later does not concern a worker that comes later.
+        # Pickled now, so that a worker that joins later gets the values as they are now.
         pickled = {worker: cloudpickle.dumps(list(items[worker.start : worker.stop])) for worker in self.workers}
         self.settle()
 
@@ -110,7 +110,7 @@ class Remote(Evaluating):
             return SetAttribute(call, name, pickled[worker])
 
         def note(_: Replies) -> Outcome:
-            self.preparation.attributes.pop(name, None)  # The newest last, as they were set.
+            self.preparation.attributes.pop(name, None)  # Re-inserted last, to keep the order of setting.
             self.preparation.attributes[name] = ask
             return Outcome({}, [], [], [])
 
@@ -128,13 +128,13 @@ class Remote(Evaluating):
         return self._start(PendingCall(self.calls, lambda call, w, _: Apply(call, rows(w), code), read=read))
 
     def record(self, directory: str, about: Mapping[str, Any]) -> Handle:
-        """Start letting the workers record, each to a file in this directory of its machine.
+        """Start recording on the workers, each to a file in this directory on its machine.
 
-        The results are why each of them cannot, in the order of the environments; "" if it can.
+        The results are one text per worker, in the order of the environments: why it cannot record, or "" if it can.
 
         Args:
-            directory: Of the dataset.
-            about: What is said of the run.
+            directory: The directory of the dataset.
+            about: A description of the run, stored with the recording.
         """
         said = values.dumps(dict(about))
         self.settle()
@@ -149,7 +149,7 @@ class Remote(Evaluating):
         return self._start(PendingCall(self.calls, ask, asks_newcomers=True, read=note))
 
     def end_recording(self) -> Handle:
-        """Start letting them record no more."""
+        """Start ending the recording on the workers."""
         self.settle()
         self.preparation.recording = None
         return self._start(PendingCall(self.calls, lambda call, *_: Record(call, None, b"", 0)))

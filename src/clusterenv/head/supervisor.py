@@ -1,10 +1,10 @@
-"""Supervisor: keeps the workers complete. Events and the time in, decisions out; no I/O.
+"""Supervisor: decides when to restart, prepare or give up workers. Events and the time in, decisions out; no I/O.
 
     STARTING --joined--> PREPARING --every stage done--> READY
         ^                    |                             |
         '---- restart ---- LOST <---------- lost ----------'
 
-A worker that the run began without is LATE until it has joined. The same for calls to all workers and for streams.
+A worker that the run began without is LATE until it joins. Calls and streams share the same rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from clusterenv.head.worker import Stage, Worker, WorkerState
 log = logging.getLogger(__name__)
 
 _MAX_IN_A_ROW = 3
-_USEFUL_ANSWERS = 8  # A worker that was lost before it had given more of these, none a rollout, has achieved nothing.
+_USEFUL_ANSWERS = 8  # A worker lost before giving more answers than this, or a rollout, has achieved nothing.
 _BACK_OFF_S = 1.0
 
 
@@ -34,7 +34,7 @@ class Loss:
 
     Attributes:
         worker_index: Which worker.
-        env_indices: The environments it hosted: they were made again, and began new episodes.
+        env_indices: The environments it hosted; they were recreated and began new episodes.
         reason: How it ended, with the end of its log.
         seeds: What each of these environments was reset with on the new worker.
         recovery_s: How long it took until the new worker was ready.
@@ -54,14 +54,14 @@ class Restart(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Give a worker what this stage is about, and say `prepared` when that is done."""
+    """Send a worker what it is given in this stage, and call `prepared` when that is done."""
 
     worker: Worker
     stage: Stage
 
 
 class GiveUp(NamedTuple):
-    """Strike a worker off, and say `lost`."""
+    """Strike a worker off, and call `lost`."""
 
     worker: Worker
     reason: str
@@ -71,12 +71,12 @@ Action: TypeAlias = Restart | Prepare | GiveUp
 
 
 class Supervisor:
-    """Decides what is to be done for every worker.
+    """Decides what to do for every worker.
 
     Attributes:
-        losses: All there were, in order.
-        is_open: Whether the run's spaces are known: before that, workers are only assigned their environments.
-        attendance: How many workers there were over time.
+        losses: All losses so far, in order.
+        is_open: Whether the run's spaces are known; until then, workers are only assigned their environments.
+        attendance: How many workers were present over time.
     """
 
     def __init__(self, workers: Sequence[Worker], faults: Faults, timeouts: Timeouts, now: float = 0.0) -> None:
@@ -88,51 +88,51 @@ class Supervisor:
         self._entropy: int | None = None
         self._num_restarts = 0
         self._num_workers = len(workers)
-        self._enough_at = now  # When there were last as many as the run needs.
-        self._incomplete = dict.fromkeys(workers)  # Those that are not ready: to look at all of them takes long.
+        self._enough_at = now  # When the run last had as many workers as it needs.
+        self._incomplete = dict.fromkeys(workers)  # Those not ready; scanning all workers would be slow.
 
     @property
     def missing(self) -> list[Worker]:
-        """Those that were lost, and whose successors have not joined yet."""
+        """The workers that were lost and whose replacements have not joined yet."""
         return [
             worker for worker in self._incomplete if worker.state is WorkerState.STARTING and worker.lost_at is not None
         ]
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the run goes on without some of its workers, and waits for them as long as it takes."""
+        """Whether the run continues without some of its workers, and waits for them as long as it takes."""
         return self._faults.min_workers is not None
 
     def find_overspending(self, now: float) -> BudgetSpent | None:
-        """Return what tells the user that the workers have used the hours they had, if they have."""
+        """Return the error to raise if the workers have used up `Faults.max_worker_hours`, else None."""
         limit = self._faults.max_worker_hours
         if limit is None or (used := self.attendance.worker_s(now) / 3600) < limit:
             return None
         return BudgetSpent(
-            f"The workers of this run have been there for {used:.3g} hours all together, and "
+            f"The workers of this run have used {used:.3g} worker hours in total, and "
             f"Faults(max_worker_hours={limit:g}) allows no more. They have been ended; {self._num_restarts} had been "
             "started again. Raise max_worker_hours to let it run longer."
         )
 
     def seed(self, seed: int | None) -> None:
-        """Let the seeds of environments that are made again follow from the run's own."""
-        if seed is not None and seed >= 0:  # Environments refuse other seeds, and say so.
+        """Derive the seeds of recreated environments from the run's seed."""
+        if seed is not None and seed >= 0:  # Environments themselves reject other seeds, with an error.
             self._entropy = seed
 
     def begin_without(self, worker: Worker) -> None:
-        """Do not wait for a worker that has not joined yet; one that was lost is started again all the same."""
+        """Do not wait for a worker that has not joined yet; a lost one is still restarted."""
         if worker.state is WorkerState.STARTING and worker.lost_at is None:
             worker.state = WorkerState.LATE
 
     def joined(self, worker: Worker, now: float) -> None:
-        """Note that a worker has come."""
+        """Note that a worker has joined."""
         if not worker.has_served:
             worker.seeds = self._fresh_seeds(worker)
         self.attendance.change(1, now)
         worker.state, worker.stage, worker.stage_at, worker.is_asked = WorkerState.PREPARING, Stage.ASSIGN, now, False
 
     def prepared(self, worker: Worker, now: float) -> None:
-        """Note that a worker has what its stage was about."""
+        """Note that a worker has completed its stage."""
         worker.is_asked, worker.stage_at = False, now
         if worker.stage < Stage.ADOPT:
             worker.stage = Stage(worker.stage + 1)
@@ -157,7 +157,7 @@ class Supervisor:
         worker.lost_at, worker.has_served = None, True
 
     def lost(self, worker: Worker, reason: str, now: float) -> None:
-        """Note that a worker is lost, and decide what follows."""
+        """Note that a worker is lost, and decide whether to replace it."""
         was_prepared = worker.state is WorkerState.READY
         if worker.state in (WorkerState.PREPARING, WorkerState.READY):
             self.attendance.change(-1, now)
@@ -189,12 +189,12 @@ class Supervisor:
             worker.restart_at = now + _BACK_OFF_S * (worker.in_a_row - 1)
 
     def failed(self, worker: Worker, failure: ClusterEnvError, now: float) -> None:
-        """Note that a worker could not be prepared, for the first time: another one would fail in the same way."""
+        """Note that a worker's first preparation failed: a replacement would fail in the same way."""
         self.attendance.change(-1, now)
         worker.state, worker.fatal = WorkerState.LOST, failure
 
     def advance(self, now: float) -> list[Action]:
-        """Return what is to be done now."""
+        """Return what to do now."""
         actions: list[Action] = []
         if self._num_workers - len(self._incomplete) >= (self._faults.min_workers or self._num_workers):
             self._enough_at = now
@@ -222,13 +222,13 @@ class Supervisor:
     def _fresh_seeds(self, worker: Worker) -> list[int]:
         words = [self._entropy or 0, worker.index, worker.num_losses]
         sequence = np.random.SeedSequence(words if self._entropy is not None else None)
-        # Consecutive, as Gymnasium spreads a seed: native vector environments take no list.
+        # Consecutive, as Gymnasium spreads one seed: native vector environments do not take a list.
         first = int(sequence.generate_state(1)[0]) % (2**31 - worker.num_envs)
         return list(range(first, first + worker.num_envs))
 
 
 def lost_error(worker: Worker, reason: str) -> WorkerLost:
-    """Return what tells the user of a worker that is lost."""
+    """Return the error that tells the user a worker is lost."""
     name = str(worker)
     return WorkerLost(
         f"{name[0].upper()}{name[1:]}, is lost: {reason}",

@@ -18,21 +18,21 @@ from clusterenv.wire.shared import HeadMailbox, SharedMemory, WorkerProcess
 
 
 class WorkerState(enum.Enum):
-    """Where a worker is on its way; the value is what a user sees."""
+    """A worker's state in its life cycle; the values are shown to users."""
 
-    LATE = "late"  # The run began without it, and it is still to come for the first time.
+    LATE = "late"  # The run began without this worker, which has never joined yet.
     STARTING = "starting"  # Its launcher was told to start it.
-    PREPARING = "preparing"  # It has joined, and is given what the others have.
+    PREPARING = "preparing"  # It has joined, and is being given what the others have.
     READY = "ready"
-    LOST = "lost"  # It was given up, and another one is to be started in its place.
+    LOST = "lost"  # It was given up, and a replacement will be started unless `fatal` is set.
 
 
 class Stage(enum.IntEnum):
-    """What a worker that has joined is given, in this order."""
+    """What a worker is given after it has joined, in this order."""
 
     ASSIGN = 0  # The environments to make.
     SERVE = 1  # The spaces of the run, and its buffers.
-    RESTORE = 2  # What the worker before it had: attributes, a recording, a reset, what the learner saw last.
+    RESTORE = 2  # Its predecessor's state: attributes, a recording, a reset, what the learner saw last.
     ADOPT = 3  # The policy, if there is one.
 
 
@@ -42,11 +42,11 @@ class Owed:
 
     Attributes:
         accept: Takes the answer; may raise WireError.
-        destination: Says into which arrays the frames that come with it belong, after this many steps in parts.
-        by_mailbox: Whether it comes by the mailbox.
-        since: When it was asked for.
-        cancels: Whether nothing that was asked for before is owed any more once it has come.
-        num_parts: How many steps of a rollout have come in parts.
+        destination: Returns the arrays to fill from the answer's frames, given the answer and `num_parts`.
+        by_mailbox: Whether the answer comes through the mailbox.
+        since: When the request was sent.
+        cancels: Whether this answer settles everything that was requested before it.
+        num_parts: How many steps of a rollout have arrived in partial answers.
     """
 
     call: int
@@ -60,16 +60,16 @@ class Owed:
 
 @dataclass(eq=False, repr=False)
 class Version:
-    """A version of the policy that workers hold, or have made something with that was not delivered yet.
+    """A version of the policy that workers hold, or that made rollouts which are not delivered yet.
 
     Attributes:
         number: Counted from 1.
-        holders: Who holds it, those that do so longest first.
-        pool: How it acted; None until anybody has said so.
-        judged: The newest version for which the sync rule has been asked about this one.
-        compared: The newest version that it was compared with, with `num_compared` rows of the pool.
-        divergence: What came out; NaN if it was never compared.
-        is_silent: Whether somebody has acted with it, was asked how, and did not say.
+        holders: The workers that hold it, longest-standing first.
+        pool: How it acted, as reported by workers; None before the first report.
+        judged: The newest version at the time the sync rule last judged this one.
+        compared: The newest version this one was compared with, on `num_compared` rows of the pool.
+        divergence: The result of that comparison; NaN if there was none.
+        is_silent: Whether a worker acted with it, was asked how its actions were distributed, and did not say.
     """
 
     number: int
@@ -83,18 +83,18 @@ class Version:
 
     @property
     def num_rows(self) -> int:
-        """How many rows its pool has."""
+        """How many rows are in its pool."""
         return 0 if self.pool is None else len(self.pool)
 
 
 @dataclass(eq=False, repr=False)
 class HeldPolicy:
-    """What a worker was given of the policy.
+    """The versions of the policy that a worker was given.
 
     Attributes:
-        given: The versions with which it may have made what it answers next: the last is the one that it holds; those
-            before were on their way to it when it answered last, or were its predecessor's.
-        counted: The newest version up to which it was counted how often it would have pulled every one.
+        given: The versions that may have made its next answer. The last is the one it holds; earlier ones were on
+            their way when it last answered, or were given to its predecessor.
+        counted: The newest version included so far in the count of pulls under "pull every version".
     """
 
     given: deque[Version] = field(default_factory=deque)
@@ -107,7 +107,7 @@ class HeldPolicy:
 
 
 class Slot(NamedTuple):
-    """Where a rollout goes: memory that workers share, or arrays of the head's own."""
+    """Where a rollout is stored: in memory shared with workers, or in the head's own arrays."""
 
     memory: SharedMemory | None
     buffers: RolloutBuffers
@@ -115,7 +115,7 @@ class Slot(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class AskedRollout:
-    """A rollout of a stream that a worker was asked for, and at how many rows to say how actions were distributed."""
+    """A stream's request to a worker for a rollout, with action distributions reported at `num_probes` rows."""
 
     slot: Slot
     num_probes: int
@@ -127,9 +127,9 @@ class StreamWork:
 
     Attributes:
         asked: The rollouts it was asked for, in order.
-        free: Slots that nothing is on the way to.
-        num_ready: Rollouts that came and were not delivered yet.
-        num_loads: How often it was sent weights since something came from it.
+        free: Slots that no rollout is being written to.
+        num_ready: Rollouts that have arrived and are not delivered yet.
+        num_loads: How often it was sent weights since its last answer.
     """
 
     asked: deque[AskedRollout] = field(default_factory=deque)
@@ -144,10 +144,10 @@ class Place:
 
     Attributes:
         key: The public key that was registered for it; None while it is vacant.
-        registered_at: When.
-        has_joined: Whether the owner of the key has come in.
-        next_key: Of whom the place will be when the worker in it is given up.
-        waiting: The addresses of those who wait for that; the last one has the next key.
+        registered_at: When the key was registered.
+        has_joined: Whether the owner of the key has joined.
+        next_key: The key that gets the place when the current worker is given up.
+        waiting: The addresses of the processes that wait for the place; the last one owns the next key.
     """
 
     key: str | None = None
@@ -159,41 +159,41 @@ class Place:
 
 @dataclass(eq=False, repr=False)
 class Worker:
-    """One worker, through all its incarnations: a process that takes over has the same record.
+    """One worker through all its incarnations: a replacement process uses the same record.
 
     Attributes:
-        start: Of its shard, environments `[start, stop)`.
+        start: First environment of its shard, which is `[start, stop)`.
         rows: Its rows of the two step buffers.
-        shown: Which of these holds what the learner saw last.
-        objects: The leaves without a fixed size, as the learner saw them last.
+        shown: Which of the two step buffers holds what the learner saw last.
+        objects: The observation leaves without a fixed size, as the learner saw them last.
 
-        incarnation: How many processes have joined in this place.
-        peer: The transport's address; None until it has joined, and when it is lost. `descriptor` is its connection's.
-        mailbox: None if it shares no memory with the head; `mailbox_memory` is where it lies.
-        process: A handle of its process, if it shares memory.
-        machine: What it has in common with workers that may be on the same one; `board` is where it keeps weights for
-            these, `has_neighbour` whether they have found each other.
-        may_miss: Whether it was told to find weights there, and may still say that it did not.
+        incarnation: How many processes have joined as this worker.
+        peer: The transport's address; None before it joins and after it is lost. `descriptor` is its connection's.
+        mailbox: None if it shares no memory with the head; `mailbox_memory` is the memory it lies in.
+        process: A handle on its process, if it shares memory.
+        machine: Equal for workers that may be on the same machine; `board` is where it keeps weights for those
+            workers, and `has_neighbour` whether one of them could read the other's board.
+        may_miss: Whether it was told to find weights on another worker's board, and may still report them missing.
         num_missed: How often it did not find them, or others did not find them on its board.
-        may_linger: Whether it shares memory, and cannot be seen from here: its successor must not.
-        owed: The answers it owes, in the order in which they were asked for.
-        progress: What its mailbox counted when it was last looked at; `progress_at` is when that changed.
-        place: Whose key opens it.
-        has_rival: Whether another one came for its place and was sent away: what ends may be either of them.
-        misfit: Why one that came for its place was sent away, if that was for what is installed there.
+        may_linger: Whether it shares memory but its process cannot be watched: then its successor must not share.
+        owed: The answers it owes, in the order of the requests.
+        progress: The mailbox's progress counter when last read; `progress_at` is when it last changed.
+        place: Its place in the run, and the key that owns the place.
+        has_rival: Whether another process asked for its place and was refused: an exit may be either one's.
+        misfit: Why a process that asked for its place was refused, if its installed versions were the reason.
         cut_at: When its connection ended.
 
-        stage: What it is being given while it is prepared; `stage_at` is since when, `is_asked` whether it was sent.
-        description: What its environments are like, while the run is brought up.
-        has_served: Whether one in this place was ever ready.
+        stage: What it is being given while PREPARING; `stage_at` is since when, `is_asked` whether it was sent.
+        description: What its environments are like, while the run is starting up.
+        has_served: Whether any incarnation was ever ready.
         restart_at: When to start it again, while it is lost.
-        lost_at: When the one before it was lost, and `loss` why, until it has taken over.
-        num_losses: How many were lost in this place; `in_a_row` of them without having been of use.
-        num_answers: Since it became ready; a rollout counts for many, a plain step not at all.
-        num_plain_steps: How many of these there had been when it became ready.
-        seeds: What the environments of one that takes over are reset with.
+        lost_at: When its predecessor was lost, and `loss` why, until the replacement has taken over.
+        num_losses: How many incarnations were lost; `in_a_row` is the same, counted anew after each useful one.
+        num_answers: Answers since it became ready; a rollout counts for many, a plain step not at all.
+        num_plain_steps: How many plain steps the run had made when it became ready.
+        seeds: What a replacement's environments are reset with.
         fatal: Why this worker will not be restarted.
-        packages: What its environments and its policy have imported, with versions.
+        packages: The packages that its environments and its policy have imported, with versions.
     """
 
     index: int

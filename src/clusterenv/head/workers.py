@@ -1,4 +1,4 @@
-"""Workers: those of one run: what is under way with them, and what is done when they come, answer or are lost."""
+"""Workers: the workers of one run, the calls under way, and what happens when one joins, answers or is lost."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from clusterenv.wire.shared import BELL_BYTES, SharedMemories
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.1
-_REMIND_S = 30.0  # How often to say again what is waited for.
+_REMIND_S = 30.0  # How often to log again what the run is waiting for.
 
 
 class StreamUser(Protocol):
-    """Who must hear of workers that come and go while a stream is open."""
+    """An open stream, which must be notified when workers become ready or are lost."""
 
     def on_lost(self, worker: Worker) -> None:
-        """Note that a worker is lost, with what it was asked for."""
+        """Note that a worker is lost, along with the rollouts it was asked for."""
 
     def on_ready(self, worker: Worker) -> None:
-        """Note that a worker can be asked."""
+        """Note that a worker can be asked for rollouts."""
 
     def on_end(self) -> None:
         """Note that another call ends the stream."""
 
 
 class PlainStep:
-    """Stands for a step that all workers make in shared memory, until somebody needs to know more of it."""
+    """Handle of a step that all workers make in shared memory; becomes a `PendingCall` only if it is slow or fails."""
 
 
 PLAIN = PlainStep()
@@ -59,14 +59,14 @@ Handle = PendingCall | PlainStep
 
 
 class Workers:
-    """The workers of one run. Whoever asks them for something starts a call, and then `finish`es it.
+    """The workers of one run. Callers start a call, and then `finish` it.
 
     Attributes:
         workers: One record each, in the order of their environments.
         timeouts: How long to wait.
-        memories: What is shared with those on this machine; `shares_memory` says whether anything is.
-        machines: Which of the workers share one.
-        preparation: What a worker that takes over is given.
+        memories: Memory shared with workers on this machine; `shares_memory` says whether any is.
+        machines: Which workers share a machine.
+        preparation: What a replacement worker is given.
         stream: The stream that is open, if any.
         buffers: The two step buffers, once the spaces are known.
     """
@@ -85,9 +85,9 @@ class Workers:
         autoreset_mode: AutoresetMode,
         shares_memory: bool,
     ) -> None:
-        """Take charge of workers that were started, with assignments by the index of their first environments.
+        """Take charge of started workers; `assignments` takes the index of a worker's first environment.
 
-        Shared memory is offered to all; a worker that cannot reach it uses the socket.
+        With `shares_memory`, memory is offered to all workers; one that cannot reach it uses the socket.
         """
         self.calls = calls
         self.workers = workers
@@ -103,9 +103,9 @@ class Workers:
         self._owner_pid = os.getpid()
         self._under_way: list[PendingCall] = []
         self._waits_for_late = True
-        self._is_uneven = False  # Whether workers may show different ones of the two step buffers.
-        self._plain_buffer = 0  # What a plain step that is under way fills.
-        self._said, self._said_at = "", 0.0  # What workers that have not joined wait for.
+        self._is_uneven = False  # Whether workers may differ in which of the two step buffers they show.
+        self._plain_buffer = 0  # The step buffer that the plain step under way fills.
+        self._said, self._said_at = "", 0.0  # The last logged status of workers that have not joined.
         calls.upkeep = self._do_upkeep
 
     def open(self, spaces: RunSpaces) -> None:
@@ -127,7 +127,7 @@ class Workers:
         for worker in self.workers:
             worker.rows = first.rows(worker.start, worker.stop), second.rows(worker.start, worker.stop)
         self._reader = StepReader(self.workers, first)
-        # A step with the actions in the buffers. A partial: to make one costs no more than the class itself.
+        # A step with the actions in the buffers. A partial, which costs no more to call than the class itself.
         self._make_step = partial(
             PendingCall,
             self.calls,
@@ -144,7 +144,7 @@ class Workers:
 
     @property
     def losses(self) -> list[Loss]:
-        """The workers that were lost, and replaced."""
+        """The workers that were lost and replaced."""
         return self.supervisor.losses
 
     @property
@@ -159,7 +159,7 @@ class Workers:
 
     @contextlib.contextmanager
     def without_late(self) -> Iterator[None]:
-        """Do not wait for workers that have not come yet, nor, if some are enough, for those that are to come back."""
+        """Do not wait for workers that have never joined nor, in an elastic run, for ones being replaced."""
         self._waits_for_late = False
         try:
             yield
@@ -167,11 +167,11 @@ class Workers:
             self._waits_for_late = True
 
     def finish(self, handle: Handle, timeout_s: float | None = None) -> Outcome:
-        """Wait for a call, and return what it brought.
+        """Wait for a call, and return its outcome.
 
         Raises:
             CallTimeout: A worker has not answered in time; `finish` may be called again.
-            WorkerLost: A worker is lost, and not replaced.
+            WorkerLost: A worker is lost and will not be replaced.
             WorkerFailed: An environment or policy raised.
         """
         if isinstance(handle, PlainStep):
@@ -193,11 +193,11 @@ class Workers:
         return handle.read(handle.in_order())
 
     def wait_for(self, pending: PendingCall, timeout_s: float | None = None) -> None:
-        """Wait until a call is answered; then it is not under way any more.
+        """Wait until a call is answered and no longer under way.
 
         Raises:
-            CallTimeout: A worker has not answered in time; it may be waited for again.
-            WorkerLost: A worker is lost, and not replaced.
+            CallTimeout: A worker has not answered in time; `wait_for` may be called again.
+            WorkerLost: A worker is lost and will not be replaced.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         watch = None
@@ -217,10 +217,10 @@ class Workers:
             self._under_way.remove(pending)
 
     def advance(self, timeout_s: float) -> bool:
-        """Process events: take what comes, and do what the supervisor decides; for a moment at most.
+        """Process incoming events and carry out the supervisor's decisions; waits for a moment at most.
 
         Returns:
-            Whether anything came.
+            Whether there were any events.
         """
         with self.calls.deferred:
             events = self.calls.poll(timeout_s)
@@ -251,7 +251,7 @@ class Workers:
         if isinstance(event, Joined):
             self.supervisor.joined(worker, time.monotonic())
         elif worker.state is WorkerState.LOST:
-            return  # It was given up for what it sent before.
+            return  # It was given up because of an earlier message.
         elif isinstance(event, Gone):
             self._lose(worker, event.reason)
         else:
@@ -264,7 +264,7 @@ class Workers:
                 self._lose(worker, f"it sent a malformed answer: {error}")
 
     def settle(self) -> None:
-        """Come to rest: wait for calls that were abandoned, cancel rollouts that were asked for ahead."""
+        """Come to rest: wait for abandoned calls, and cancel rollouts that a stream requested ahead of time."""
         mailboxes = self.calls.mailboxes.all
         if mailboxes is not None and mailboxes.woken:
             self._note_plain(time.monotonic())
@@ -293,13 +293,13 @@ class Workers:
         self._is_uneven = False
 
     def raise_fatal(self, workers: Iterable[Worker]) -> None:
-        """Raise why one of these workers will not be restarted."""
+        """Raise the error of the first of these workers that will not be restarted, if any."""
         for worker in workers:
             if worker.fatal is not None:
                 raise worker.fatal
 
     def close(self, timeout_s: float | None = None, *, terminate: bool = False) -> None:
-        """End the workers and let go of the memory. May be called again if it was interrupted."""
+        """End the workers and release the shared memory. May be called again after an interrupt."""
         if self._owner_pid != os.getpid():
             return  # A forked copy of the head must not end its parent's workers.
         self.stream = None
@@ -309,14 +309,14 @@ class Workers:
         self.memories.close()
 
     def say_what_is_awaited(self, missing: Sequence[Worker]) -> None:
-        """Log what workers that have not joined wait for, when that has changed, and now and then."""
+        """Log the launcher's status of workers that have not joined, when it changes and every so often."""
         now, status = time.monotonic(), self.fleet.status()
         if status and (status != self._said or now - self._said_at > _REMIND_S):
             self._said, self._said_at = status, now
             log.warning("waiting for %d of %d workers: %s", len(missing), len(self.workers), status)
 
     def _may_never_come(self, worker: Worker) -> bool:
-        """Whether the supervisor does not give a worker up, however long it takes to join."""
+        """Whether the supervisor will wait for a worker forever, however long it takes to join."""
         is_starting = worker.state is WorkerState.STARTING
         return worker.state is WorkerState.LATE or (is_starting and self.supervisor.is_elastic)
 
@@ -325,7 +325,7 @@ class Workers:
         self.raise_fatal(self.workers)
 
     def _check_budget(self) -> None:
-        """End the workers if they have been there for as long as they may."""
+        """End the workers if they have used up their worker hours."""
         error = self.supervisor.find_overspending(time.monotonic())
         if error is None or all(worker.fatal is not None for worker in self.workers):
             return
@@ -336,7 +336,7 @@ class Workers:
             worker.state, worker.fatal = WorkerState.LOST, error
 
     def _start(self, pending: PendingCall, workers: Sequence[Worker] | None = None) -> PendingCall:
-        """Send a call to these workers, or to all that are waited for."""
+        """Send a call to these workers, by default to all that the run waits for."""
         workers = self.workers if workers is None else workers
         if not self._waits_for_late:
             served = [worker for worker in workers if worker.has_served]
@@ -347,12 +347,12 @@ class Workers:
         try:
             pending.start(workers)
         except Exception:
-            self._under_way.remove(pending)  # It could not be made: nothing was sent.
+            self._under_way.remove(pending)  # The request could not be built, so nothing was sent.
             raise
         return pending
 
     def _note_plain(self, started_at: float) -> None:
-        """Make a plain step one like all others: it takes long, or was answered otherwise."""
+        """Turn a plain step into an ordinary pending call, since it is slow or had an answer that is not plain."""
         mailboxes = self.calls.mailboxes.all
         assert mailboxes is not None, "a plain step was started there"
         with self.calls.deferred:
@@ -363,8 +363,8 @@ class Workers:
             mailboxes.woken.clear()
 
     def _supply(self, worker: Worker, missing: Missing) -> None:
-        """Send a worker weights that it could not find; `Acting` has some."""
-        raise WireError("It misses weights, and there are none.")
+        """Send a worker weights that it could not find; `Acting` overrides this."""
+        raise WireError("It reports missing weights, but there are none.")
 
     def _lose(self, worker: Worker, reason: str) -> None:
         self.machines.note_lost(worker)
@@ -383,14 +383,14 @@ class Workers:
 
     def _restart(self, worker: Worker) -> None:
         if worker.place.key is not None:
-            return  # It has come back, or is about to.
+            return  # A process has already registered in its place.
         try:
             self.fleet.restart(worker.index)
         except LaunchError as error:
             self._lose(worker, f"it cannot be started again: {error}")
 
     def _prepare(self, action: Prepare) -> None:
-        """Send a worker what its stage is about."""
+        """Send a worker the requests of a stage."""
         worker = action.worker
         left = 0
 
@@ -421,7 +421,7 @@ class Workers:
 
         try:
             ask(self.preparation.requests(worker, action.stage))
-        except OSError as error:  # There is no memory, or no descriptor, for what it would be given.
+        except OSError as error:  # Out of memory or of descriptors for what it would be given.
             self._note_failed_preparation(worker, LaunchError(f"It could not be given what it needs: {error}"))
 
     def _note_prepared(self, worker: Worker) -> None:
@@ -442,11 +442,11 @@ class Workers:
             self.supervisor.failed(worker, failure, time.monotonic())
 
     def _even_out(self) -> None:
-        """Let all workers show the same one of the two step buffers again."""
+        """Make all workers show the same one of the two step buffers again."""
         wanted = self.workers[0].shown
         odd = [worker for worker in self.workers if worker.shown != wanted]
         for worker in odd:
-            if worker.fatal is not None or not worker.has_served:  # There is nobody to ask.
+            if worker.fatal is not None or not worker.has_served:  # There is no process to ask.
                 worker.buffers[wanted].copy_from(worker.buffers[worker.shown])
                 worker.shown = wanted
         asked = [worker for worker in odd if worker.shown != wanted]
@@ -462,23 +462,23 @@ class Workers:
     def _timeout(self, missing: Sequence[Worker], timeout_s: float) -> CallTimeout:
         return CallTimeout(
             f"No answer within {timeout_s:g} s from {'; '.join(str(worker) for worker in missing)}. "
-            "It may be slow or hang; the call is still pending, and may be waited for again. "
+            "It may be slow or hung; the call is still pending, and can be waited for again. "
             f"{log_of(self.fleet, missing[0])}"
         )
 
 
 class JoinWatch:
-    """Says now and then what workers that have not joined wait for, and does not let that last too long."""
+    """Logs every so often why workers have not joined, and raises once that has lasted too long."""
 
     def __init__(self, remote: Workers) -> None:
         self._remote = remote
         self._started_at = time.monotonic()
 
     def look(self) -> None:
-        """Log what is waited for, if there is anything new to say.
+        """Log what the run is waiting for, if that has changed.
 
         Raises:
-            LaunchError: It took too long.
+            LaunchError: The wait took longer than `Timeouts.join_s`.
         """
         remote = self._remote
         missing = [worker for worker in remote.workers if worker.state in (WorkerState.STARTING, WorkerState.LATE)]
@@ -498,6 +498,6 @@ class JoinWatch:
 
 
 def _forget_asked(worker: Worker, _reply: Reply) -> None:
-    """Note that a worker will not make the rollouts it was asked for and had not begun."""
+    """Note that a worker will not make the rollouts it was asked for but had not begun."""
     worker.stream.free += [asked.slot for asked in worker.stream.asked]
     worker.stream.asked.clear()

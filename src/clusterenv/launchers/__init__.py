@@ -1,1 +1,1 @@
-"""Recipes for starting workers somewhere. They know only the ticket and the worker command."""
+"""Recipes for starting workers somewhere, which know only the ticket and the worker command."""

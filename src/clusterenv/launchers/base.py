@@ -1,7 +1,7 @@
-"""What a launcher is: a recipe for starting workers somewhere, and the fleet it started.
+"""Interfaces of launchers, which are recipes for starting workers somewhere, and of the fleets they start.
 
-Launchers say of each worker what it gets by the same names: `cpus` (and as many threads of BLAS, OpenMP and torch),
-`memory` ("4G") and `gpus`, as far as the place where they start workers can give them.
+All launchers use the same names for the resources of each worker, as far as they can provide them: `cpus` (which is
+also the number of BLAS, OpenMP and torch threads), `memory` ("4G") and `gpus`.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ ELSEWHERE = "192.0.2.1"  # Stands for any other machine (RFC 5737): nothing is e
 class Fleet(Protocol):
     """Workers that a launcher started.
 
-    The head asks `exits` about ten times a second while it waits. So `exits`, `status` and `restart` never wait for a
-    process, a scheduler or a network: what takes time goes on in the background, and each call takes the next step.
+    The head calls `exits` about ten times a second while it waits. So `exits`, `status` and `restart` never wait for a
+    process, a scheduler or a network: slow work runs in the background, and each call takes the next step.
     """
 
     def exits(self) -> dict[int, str]:
-        """Return how each worker that has ended, ended: its index and e.g. "killed by SIGKILL".
+        """Return how each worker that is no longer running ended, by index: e.g. "killed by SIGKILL".
 
-        A worker that could not be started (again) is among them: "could not be started: ...".
+        A worker that could not be started or restarted is included: "could not be started: ...".
         """
 
     def status(self) -> str:
-        """Say in a line what workers that are not up yet wait for, e.g. "job 17 is pending (Resources)"; or nothing."""
+        """Say in one line what workers that are not up yet are waiting for, e.g. "job 17 is pending (Resources)"."""
 
     def log_tail(self, worker_index: int) -> str:
         """Return the last lines a worker wrote, or an empty string."""
 
     def restart(self, worker_index: int) -> None:
-        """Have a worker started once more, with the same ticket and index; the old one is ended if it still lives.
+        """Restart a worker with the same ticket and index; the old one is killed if it is still alive.
 
-        Notes the wish and returns. From then on `exits` does not name the old one any more; later calls of `exits` and
-        `status` see to it that the new one starts. If it cannot be started, `exits` says so.
+        Notes the request and returns. From then on `exits` no longer reports the old worker; later calls of `exits` and
+        `status` start the new one. If it cannot be started, `exits` says so.
         """
 
     def stop(self, timeout_s: float) -> None:
-        """Wait this long for the workers to end on their own, then end them; leaves nothing behind.
+        """Wait this long for the workers to exit on their own, then kill them; leave nothing behind.
 
-        May be repeated, and must be after an interrupt: it goes on where it was.
+        May be called again, and must be after an interrupt: it continues where it stopped.
         """
 
 
 class Launcher(Protocol):
-    """A recipe for starting workers somewhere. Whoever inherits from it starts them at once, on this very machine."""
+    """A recipe for starting workers somewhere; the defaults suit workers that start immediately on this machine."""
 
     @property
     def suggested_workers(self) -> int | None:
@@ -59,33 +59,33 @@ class Launcher(Protocol):
 
     @property
     def route_to(self) -> str | None:
-        """A host the workers run on, so that the head listens where they can reach it; None for this very machine."""
+        """A host the workers run on, so that the head listens where they can reach it; None for this machine."""
         return None
 
     @property
     def queues(self) -> bool:
-        """Whether workers may have to wait for their turn, so that mistakes should be found before they are queued."""
+        """Whether workers may have to wait in a queue, so that mistakes should be found before they are submitted."""
         return False
 
     def launch(self, ticket: Ticket, num_workers: int) -> Fleet:
         """Start the workers; they join the head when they are up.
 
         Raises:
-            ConfigError: The recipe has no place for this many.
-            LaunchError: They cannot be started.
+            ConfigError: The launcher has no room for this many workers.
+            LaunchError: The workers cannot be started.
         """
 
     def render(self, num_workers: int) -> str:
-        """Show what `launch` would run, as a person would type it; without the ticket."""
+        """Show what `launch` would run, as a person would type it, without the ticket."""
 
 
 def run_labels() -> dict[str, str]:
-    """Return whose run this is, for the names, comments and labels by which a cluster shows its jobs.
+    """Return labels that identify this run in a cluster's job names, comments and labels.
 
     Returns:
-        `run`, after the script, and `user`; short, and of letters, digits and dashes, as every cluster takes them.
+        `run`, named after the script, and `user`; both are short, of letters, digits and dashes, as clusters require.
     """
-    import getpass  # Needed by few launchers, and imported with all of them it would cost everybody.
+    import getpass  # Few launchers need it; importing it above would slow every import down.
 
     try:
         user = getpass.getuser()

@@ -1,4 +1,4 @@
-"""ByHandLauncher: somebody else starts the workers, with a ticket file: a person, a script, any scheduler."""
+"""ByHandLauncher: a person, a script or any scheduler starts the workers, with a ticket file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _MAX_BYTES = 1 << 16
 
-# Where a scheduler says which of many equal processes this one is, and the number it gives the first.
+# The variables in which schedulers give a process its index, and the index of the first process.
 _INDEX_VARIABLES = {
     WORKER_VARIABLE: 0,
     "SLURM_PROCID": 0,
@@ -35,12 +35,12 @@ _INDEX_VARIABLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ByHandLauncher(Launcher):
-    """Writes the ticket to a file that only you can read, says how to start workers with it, and lets the head wait.
+    """Writes the ticket to a file that only you can read, says how to start workers with it, and waits for them.
 
-    The file may be copied to other machines. It is removed when the run ends; by then it opens nothing any more.
+    The file may be copied to other machines. It is removed when the run ends; copies are useless from then on.
 
     Attributes:
-        ticket_file: Where to write the ticket; it must not exist. By default in a new private directory.
+        ticket_file: Where to write the ticket; the file must not exist. By default in a new private directory.
         route_to: A host that workers will run on, so that the head listens where they can reach it. By default any
             other machine; None for this machine only.
     """
@@ -49,10 +49,10 @@ class ByHandLauncher(Launcher):
     route_to: str | None = ELSEWHERE
 
     def launch(self, ticket: Ticket, num_workers: int) -> ByHandFleet:
-        """Write the ticket, say how to use it, and return at once.
+        """Write the ticket, log how to use it, and return immediately.
 
         Raises:
-            LaunchError: The file cannot be written, or exists.
+            LaunchError: The file cannot be written, or already exists.
         """
         return ByHandFleet(ticket, num_workers, self.ticket_file)
 
@@ -63,11 +63,11 @@ class ByHandLauncher(Launcher):
 
 
 class ByHandFleet:
-    """Workers of which only the ticket file is ours."""
+    """Workers that somebody else starts: only the ticket file is ours."""
 
     def __init__(self, ticket: Ticket, num_workers: int, ticket_file: str | Path | None) -> None:
         self._directory: Path | None = None
-        self._file: Path | None = None  # As long as it is there, and ours.
+        self._file: Path | None = None  # Until it is removed; only if we wrote it.
         try:
             with uninterrupted():
                 if ticket_file is None:
@@ -87,7 +87,7 @@ class ByHandFleet:
             raise
 
     def exits(self) -> dict[int, str]:
-        """Return nothing: nobody tells us."""
+        """Return nothing: exits are not reported to us."""
         return {}
 
     def status(self) -> str:
@@ -102,7 +102,7 @@ class ByHandFleet:
         log.warning("worker %d is needed again: %s", worker_index, _command(self._name, worker_index))
 
     def stop(self, timeout_s: float) -> None:
-        """Remove the ticket file. The head has told workers to stop, and they notice when it is gone."""
+        """Remove the ticket file. The head has told the workers to stop, and they notice when the head is gone."""
         with uninterrupted():
             if self._file is not None:
                 self._file.unlink(missing_ok=True)
@@ -116,7 +116,7 @@ def read_ticket(file: Path) -> Ticket:
     """Read a ticket file.
 
     Raises:
-        ConfigError: There is none, it does not hold a ticket, or others can read it.
+        ConfigError: The file does not exist, does not hold a ticket, or can be read by others.
     """
     try:
         with file.open("rb") as opened:
@@ -144,7 +144,7 @@ def find_index(variables: Mapping[str, str]) -> int:
     """Find a worker's index in its environment variables, where the head's launcher or a scheduler put it.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No variable holds an index.
     """
     for name, first in _INDEX_VARIABLES.items():
         if variables.get(name, "").isdecimal():  # SGE_TASK_ID is "undefined" outside an array.
@@ -156,9 +156,9 @@ def find_index(variables: Mapping[str, str]) -> int:
 
 
 def _is_secret_volume(directory: Path) -> bool:
-    """Whether Kubernetes has mounted a Secret there: its modes are for the users of one container.
+    """Whether Kubernetes has mounted a Secret there: its file modes concern only the users of one container.
 
-    A kubelet replaces all files of such a volume at once, by a link of this name.
+    The link of this name is how a kubelet replaces all files of such a volume at once.
     """
     return (directory / "..data").is_symlink()
 

@@ -1,4 +1,4 @@
-"""Command: a program that runs in the background, and is looked at now and then."""
+"""Command: a program that runs in the background and is polled from time to time."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _POLL_S = 0.05
 
 
 class Command:
-    """A program that runs in the background until it answers, or its time is up.
+    """A program that runs in the background until it exits or its time is up.
 
-    It writes to files: whoever reads a pipe may have to wait, if the program has children. They are in memory: a full
-    disk must not make a scheduler's answer an empty one.
+    Its output goes to files, because reading a pipe may block if the program has children; and to files in memory,
+    because on a full disk a scheduler's answer would come out empty.
 
     Attributes:
-        status: How it ended, once `poll` has seen it.
-        out: What it printed; empty until then.
-        err: What it printed as errors.
-        has_timed_out: Whether it was ended because its time was up, or by `kill`.
+        status: The exit status, once `poll` has seen the end.
+        out: What the program wrote to standard output; empty until it has ended.
+        err: What it wrote to standard error.
+        has_timed_out: Whether it was killed, because its time was up or by `kill`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Command:
         stdin: str = "",
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it; raises OSError if that is not possible."""
+        """Start the program; raise OSError if that is not possible."""
         self.status: int | None = None
         self.out = self.err = ""
         self.has_timed_out = False
@@ -60,7 +60,7 @@ class Command:
             raise
 
     def poll(self) -> bool:
-        """Return whether it has ended; never waits."""
+        """Return whether the program has ended; never wait."""
         if self.status is None:
             status = self._process.poll()
             if status is None:
@@ -70,12 +70,12 @@ class Command:
             for file in self._files:
                 file.seek(0)
             self.out, self.err = (file.read().decode(errors="replace").strip() for file in self._files)
-            self.status = status  # Before the files are closed: if this is interrupted, they are not read again.
+            self.status = status  # Before the files are closed: after an interrupt here they must not be read again.
             self._close()
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait this long for its end; returns whether it has ended."""
+        """Wait at most this long for the program to end; return whether it has."""
         deadline = time.monotonic() + timeout_s
         while not self.poll():
             if time.monotonic() > deadline:
@@ -84,7 +84,7 @@ class Command:
         return True
 
     def kill(self) -> None:
-        """End it and what it has started, if it has not ended; `poll` sees it."""
+        """Kill the program and its process group, if it still runs; `poll` notices its end."""
         if self._process.poll() is None:
             self.has_timed_out = True
             with contextlib.suppress(ProcessLookupError):
@@ -96,7 +96,7 @@ class Command:
 
 
 def _open_memory() -> BinaryIO:
-    """Open a file without a name or a place on a disk, where the system has such."""
+    """Open a nameless file in memory, or a temporary one if the system does not have those."""
     try:
         return os.fdopen(os.memfd_create("clusterenv"), "w+b")
     except (AttributeError, OSError):

@@ -26,13 +26,13 @@ class LocalLauncher(Launcher):
     """Starts workers as child processes of this one.
 
     Attributes:
-        cpus: For each worker: how many threads BLAS, OpenMP and torch use in it. By default the cores are divided
-            evenly; too many threads are the commonest reason for slow workers. Variables you have set yourself
-            (OMP_NUM_THREADS and its like) are left alone.
-        log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. By default
-            it is kept only for error messages.
-        show_output: Whether what workers print also appears on this process's standard error, line by line, each with
-            `[worker <index>]` before it; of very much, only a part. On Linux.
+        cpus: How many threads BLAS, OpenMP and torch use in each worker. By default the cores are divided evenly; too
+            many threads are the most common reason for slow workers. Variables you have set yourself (OMP_NUM_THREADS
+            and the like) are left alone.
+        log_dir: Where to keep the workers' output: one directory per run, `run-<time>`, with one file per worker. By
+            default output is kept only for error messages.
+        show_output: Whether to also show the workers' output on this process's standard error, each line prefixed with
+            `[worker <index>]`; very large output is shown only in part. Linux only.
     """
 
     cpus: int | None = None
@@ -44,11 +44,11 @@ class LocalLauncher(Launcher):
             raise ConfigError(f"LocalLauncher.cpus must be an int of at least 1, or None, got {self.cpus!r}.")
 
     def launch(self, ticket: Ticket, num_workers: int) -> ProcessFleet:
-        """Start the workers and return at once."""
+        """Start the workers and return immediately."""
         environment = {
             **self._variables(num_workers),
             **os.environ,
-            # The head's own path, so that whatever it can import, its workers can.
+            # The head's own path, so that its workers can import whatever it can.
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "PYTHONUNBUFFERED": "1",
             TICKET_VARIABLE: msgspec.structs.replace(ticket, parent_pid=os.getpid()).encode(),
@@ -62,7 +62,7 @@ class LocalLauncher(Launcher):
         )
 
     def render(self, num_workers: int) -> str:
-        """Show the worker's command line, once for each."""
+        """Show the command line of each worker."""
         variables = " ".join(f"{name}={value}" for name, value in self._variables(num_workers).items())
         return "\n".join(
             f"{variables} {WORKER_VARIABLE}={worker_index} {sys.executable} -m clusterenv.worker"
@@ -93,8 +93,8 @@ def _run_worker(environment: dict[str, str], log: BinaryIO, descriptors: Sequenc
         stdout=log,
         stderr=log,
         pass_fds=descriptors,
-        # Ctrl-C in the terminal is for the head, which then ends its workers in order. A group is enough for that. A
-        # session of their own would make Linux share out the cores among sessions instead of among processes, and a
-        # worker that yields while it waits for the head would not yield to it.
+        # Ctrl-C in the terminal is for the head, which then stops its workers in order. A process group is enough for
+        # that. With a session per worker, Linux would divide the cores among sessions instead of among processes, and a
+        # worker that yields while it waits for the head would not yield to the head.
         process_group=0,
     )

@@ -1,4 +1,4 @@
-"""Child processes of the head: workers, or the clients that start them elsewhere; and the files they write to."""
+"""Child processes of the head (workers, or clients that start workers elsewhere) and the files they write to."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import BinaryIO, TypeVar
 from clusterenv.errors import LaunchError
 
 _TERM_S = 1.0  # For workers that were told to stop, did not, and get SIGTERM.
-_QUIT_S = 3.0  # A worker's guardian ends it in milliseconds, and within 2 s also what its environments started.
+_QUIT_S = 3.0  # A worker's guardian kills it in milliseconds, and within 2 s also what its environments started.
 _KILL_S = 5.0  # Only a process that the kernel cannot let go of takes longer.
 _TAIL_BYTES = 4096
-# Windows knows one way to end a process, and that is at once.
+# Windows has only one way to end a process, and it is immediate.
 _QUIT = getattr(signal, "SIGQUIT", signal.SIGTERM)
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 
@@ -32,25 +32,25 @@ StartProcess = Callable[[int, BinaryIO], "subprocess.Popen[bytes]"]
 class ProcessFleet:
     """Workers that are child processes, and the files they write to.
 
-    SIGTERM asks a worker to leave in order. SIGQUIT makes its guardian end it at once, with all it has started. SIGKILL
-    is for a guardian that is stopped or hangs: its worker is told by the kernel.
+    SIGTERM asks a worker to shut down cleanly. SIGQUIT makes its guardian kill it immediately, with all it has started.
+    SIGKILL is for a guardian that is stopped or hangs: the kernel then signals its worker.
     """
 
     def __init__(self, start: StartProcess, num_workers: int, log_dir: str | os.PathLike[str] | None = None) -> None:
         """Start the workers.
 
         Args:
-            start: Starts the process of one worker, which writes to the file it is given.
-            num_workers: How many.
-            log_dir: Where to keep what workers print. None: only for error messages.
+            start: Starts one worker's process, given its index and the file for its output.
+            num_workers: The number of workers.
+            log_dir: Where to keep the workers' output. None: only for error messages.
 
         Raises:
-            LaunchError: One cannot be started, or its log not be written; those that were started have been ended.
+            LaunchError: A worker cannot be started, or its log cannot be written; those already started were killed.
         """
         self._start = start
         self._processes: list[subprocess.Popen[bytes]] = []
         self._logs: list[WorkerLog] = []
-        self._kill_at: dict[int, float] = {}  # Of workers whose successor is wanted: when to lose patience with them.
+        self._kill_at: dict[int, float] = {}  # When to send SIGKILL to workers that are being replaced.
         self._failures: dict[int, str] = {}
         try:
             run_dir = make_run_dir(log_dir)
@@ -76,7 +76,7 @@ class ProcessFleet:
         return ended | self._failures
 
     def status(self) -> str:
-        """Say whose predecessors are still being ended; all others are up as soon as they are started."""
+        """Say whose predecessors are still being killed; all other workers are up as soon as they are started."""
         self._advance()
         return f"ending what is left of worker {', '.join(map(str, self._kill_at))}" if self._kill_at else ""
 
@@ -84,14 +84,14 @@ class ProcessFleet:
         return self._logs[worker_index].tail()
 
     def restart(self, worker_index: int) -> None:
-        """Have a worker started once more, when the old one is gone; its log goes on in the same file."""
+        """Restart a worker once the old one is gone; its log continues in the same file."""
         self._failures.pop(worker_index, None)
         self._kill_at[worker_index] = time.monotonic() + _QUIT_S
         self._processes[worker_index].send_signal(_QUIT)
         self._advance()
 
     def stop(self, timeout_s: float) -> None:
-        """Wait this long for the workers to end on their own, then end them, in order if they can."""
+        """Wait this long for the workers to exit on their own, then end them, cleanly if possible."""
         self._kill_at.clear()
         self._await_all(timeout_s)
         for number, patience_s in (
@@ -100,13 +100,13 @@ class ProcessFleet:
             (_KILL, _KILL_S),
         ):
             for process in self._processes:
-                process.send_signal(number)  # Does nothing to one that has ended.
+                process.send_signal(number)  # Does nothing if the process has ended.
             self._await_all(patience_s)
         for log in self._logs:
             log.close()
 
     def _advance(self) -> None:
-        """Start whoever is wanted again and whose predecessor has been reaped."""
+        """Start the workers to be restarted whose predecessors have been reaped."""
         for worker_index, kill_at in list(self._kill_at.items()):
             if self._processes[worker_index].poll() is None:
                 if time.monotonic() > kill_at:
@@ -130,15 +130,15 @@ class WorkerLog:
     """A file for one worker's output.
 
     Attributes:
-        file: Where to write; give it to the process as its standard output and error.
-        path: Where that is; None if it has no name.
+        file: The open file; give it to the process as its standard output and error.
+        path: The file's path; None if it has no name.
     """
 
     def __init__(self, directory: Path | None, name: str) -> None:
-        """Open a new file `<name>.log` in a directory; without one it has no name and is gone when closed.
+        """Open a new file `<name>.log` in a directory; without a directory, a nameless file that is gone when closed.
 
         Raises:
-            LaunchError: That cannot be written to.
+            LaunchError: The directory cannot be written to.
         """
         self.file: BinaryIO
         self.path: Path | None = None
@@ -157,37 +157,37 @@ class WorkerLog:
         return os.fstat(self.file.fileno()).st_size
 
     def read(self, start: int, size_bytes: int | None = None) -> bytes:
-        """Return a part of it, or all from there on; nothing once it is closed."""
+        """Return up to `size_bytes` of the log from `start` on, or everything; nothing once it is closed."""
         if self.file.closed:
             return b""
-        # The file's position is shared with the worker that writes it: read without moving it.
+        # The file position is shared with the worker that writes the file: read without moving it.
         return os.pread(
             self.file.fileno(), max(0, self.size_bytes - start) if size_bytes is None else size_bytes, start
         )
 
     def start_over(self) -> None:
-        """Note that what follows is of another process, and begins a line."""
+        """Note that what follows comes from another process, and begin a new line."""
         if self.read(max(0, self.size_bytes - 1)) not in (b"", b"\n"):
             with contextlib.suppress(OSError):  # The disk is full.
                 os.write(self.file.fileno(), b"\n")
         self._start = self.size_bytes
 
     def tail(self) -> str:
-        """Return the last lines of the last process; nothing once it is closed."""
+        """Return the last lines that the latest process wrote; nothing once the log is closed."""
         if self.file.closed:
             return ""
         return self.read(max(self._start, self.size_bytes - _TAIL_BYTES)).decode(errors="replace").strip()
 
     def close(self) -> None:
-        """Close it; if it has a name, it stays."""
+        """Close the file; if it has a name, it stays on disk."""
         self.file.close()
 
 
 def make_run_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
-    """Make a new directory for the logs of one run, named after the time: other runs may have the same `log_dir`.
+    """Make a new directory for the logs of one run, named after the time: other runs may use the same `log_dir`.
 
     Raises:
-        LaunchError: It cannot be made.
+        LaunchError: The directory cannot be made.
     """
     if log_dir is None:
         return None
@@ -202,7 +202,7 @@ def make_run_dir(log_dir: str | os.PathLike[str] | None) -> Path | None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defer Ctrl-C and SIGTERM while something is started and noted; else nobody might know what to end."""
+    """Defer Ctrl-C and SIGTERM while something is started and noted, so that whatever was started can be stopped."""
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
     came: list[tuple[int, FrameType | None]] = []
@@ -218,7 +218,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def wait_for(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    """Wait for a process to end, until this moment of `time.monotonic`; False if it still runs."""
+    """Wait for a process to end, until this time of `time.monotonic`; return False if it is still running."""
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -227,7 +227,7 @@ def wait_for(process: subprocess.Popen[bytes], deadline: float) -> bool:
 
 
 def describe_exit(status: int) -> str:
-    """Say how a process ended: by its exit status, minus the signal that killed it, or 128 plus it as a shell says."""
+    """Say how a process ended: its status is an exit status, minus a signal's number, or, from a shell, 128 plus it."""
     number = -status if status < 0 else status - 128
     with contextlib.suppress(ValueError):
         return f"killed by {signal.Signals(number).name}"
@@ -235,7 +235,7 @@ def describe_exit(status: int) -> str:
 
 
 def _take_free_name(directory: Path, name: str, suffix: str, make: Callable[[Path], T]) -> T:
-    """Make something of this name, or with the next number behind it, that was not there before."""
+    """Make something new with this name, or with the first free number appended to it."""
     for number in itertools.count(1):
         with contextlib.suppress(FileExistsError):
             return make(directory / f"{name}{'' if number == 1 else f'-{number}'}{suffix}")

@@ -1,11 +1,11 @@
-"""`python -m clusterenv.launchers.ray_driver`: Ray's side of a `RayLauncher`, in a process of its own.
+"""`python -m clusterenv.launchers.ray_driver`: Ray's side of a `RayLauncher`, in a separate process.
 
-A driver of Ray has threads, may wait for its cluster for minutes, and ends its own process if that is gone. A head must
-do none of this, so its fleet starts this program, tells it by lines of JSON whom to start, and is told by other lines
-what becomes of them. When this process ends, however it does, Ray ends the actors that it has made.
+A Ray driver has threads, may wait minutes for its cluster, and ends its own process if the cluster is gone. A head must
+do none of this, so its fleet starts this program, sends it lines of JSON that say which workers to start, and reads
+other lines that report what becomes of them. However this process ends, Ray then ends its actors.
 
-An actor holds one worker: it runs `python -m clusterenv.worker` as its child. The class is that of a `__main__` module,
-so Ray sends its code along: what is not installed on a node can be told from there.
+An actor holds one worker: it runs `python -m clusterenv.worker` as its child. Its class belongs to a `__main__` module,
+so Ray sends its code along: a node without clusterenv can still report that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KNOCK_S = 3.0  # For anybody to open at the cluster's address. Ray itself would
 _END_S = 10.0  # How long an actor may take to end its worker, before Ray is told to end the actor.
 _MAX_UNTOLD_BYTES = 1 << 20
 
-# Makes the kernel end what follows when the actor's process ends, however it does: a worker's guardian ends the worker.
+# Makes the kernel kill the guardian when the actor's process ends, however that happens; the guardian kills the worker.
 _WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGQUIT)
@@ -45,7 +45,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 
 class Holder:
-    """An actor of Ray: a process that Ray has placed, and the worker in it. It imports nothing of clusterenv."""
+    """A Ray actor: a process that Ray has placed, and its worker; it imports nothing from clusterenv."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -54,18 +54,18 @@ class Holder:
         self._status: int | None = None
 
     def start(self, variables: dict[str, str], defaults: dict[str, str], more_path: list[str]) -> str:
-        """Start the worker; returns the name of the host.
+        """Start the worker; return the name of the host.
 
         Args:
-            variables: For its environment; the ticket is among them.
-            defaults: Such as the environment may set otherwise.
-            more_path: Where else to look for modules, if these places are there.
+            variables: Environment variables, including the ticket.
+            defaults: Variables that are set only if the environment does not set them.
+            more_path: Further directories to look for modules in, if they exist.
         """
         ray_dir = os.path.dirname(os.path.abspath(sys.modules["ray"].__file__ or ""))
         # What this process can import, its worker can, but for the libraries that Ray brings along for itself.
         path = [entry or os.getcwd() for entry in sys.path if not os.path.abspath(entry).startswith(ray_dir)]
         environment = {**defaults, **os.environ, **variables, "PYTHONPATH": os.pathsep.join(path + more_path)}
-        # Ray's debugger listens to nobody here, and a breakpoint in an environment would wait for it.
+        # Nobody is attached to Ray's debugger here, and a breakpoint in an environment would wait for it.
         environment.pop("PYTHONBREAKPOINT", None)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), "-m", "clusterenv.worker"],
@@ -79,7 +79,7 @@ class Holder:
         return socket.gethostname()
 
     def follow(self) -> tuple[bytes, int | None]:
-        """Return what the worker has printed since, and its status once it has ended; waits a while for either."""
+        """Return the worker's new output, and its status once it has ended; wait a while for either."""
         with self._changed:
             self._changed.wait_for(lambda: self._untold or self._status is not None, _FOLLOW_S)
             self._changed.wait_for(lambda: self._status is not None, _GATHER_S)
@@ -87,10 +87,10 @@ class Holder:
             return untold, self._status
 
     def end(self, patience_s: float) -> None:
-        """Wait this long for the worker to end on its own, then end it."""
+        """Wait this long for the worker to exit on its own, then kill it."""
         if self._process is None:
             return
-        # SIGQUIT makes a worker's guardian end it at once, with all it has started.
+        # SIGQUIT makes a worker's guardian kill it immediately, with all it has started.
         for number, wait_s in ((0, patience_s), (signal.SIGTERM, min(1.0, patience_s)), (signal.SIGQUIT, 3.0)):
             self._process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -99,11 +99,11 @@ class Holder:
         self._process.kill()
 
     def leave(self) -> None:
-        """End this process at once, so that when Ray notices, it is gone."""
+        """End this process immediately, so that it is gone when Ray notices."""
         os._exit(0)
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Pass on what the worker prints: to Ray's log, which is this process's output, and to whoever follows."""
+        """Pass the worker's output on: to Ray's log, which is this process's output, and to `follow`."""
         assert process.stdout is not None
         while chunk := os.read(process.stdout.fileno(), 1 << 16):
             with contextlib.suppress(OSError):  # The disk under Ray's logs is full.
@@ -119,7 +119,7 @@ class Holder:
 
 
 class Held:
-    """One actor, from when Ray was asked for it to when it is gone."""
+    """One actor, from the request to Ray until it is gone."""
 
     def __init__(self, worker_index: int, run: int, actor: Any) -> None:
         self.worker_index = worker_index
@@ -133,7 +133,7 @@ class Held:
 
 
 class Driver:
-    """Has Ray place actors, and tells the head what becomes of the workers in them."""
+    """Has Ray place actors, and reports to the head what becomes of their workers."""
 
     def __init__(self, settings: dict[str, Any], tell: Callable[..., None]) -> None:
         self._settings = settings
@@ -148,7 +148,7 @@ class Driver:
         self._is_connected = False
 
     def run(self) -> None:
-        """Do what the head asks until it says stop or is gone."""
+        """Serve the head's requests until it says stop or is gone."""
         import ray
 
         threading.Thread(target=self._listen, daemon=True).start()
@@ -177,7 +177,7 @@ class Driver:
                 self._say_what_is_missing()
 
     def _listen(self) -> None:
-        """Pass the head's wishes on; the end of the head's process is one, too. In a thread of its own."""
+        """Pass the head's requests on, in a separate thread; the end of the head's process means stop."""
         poll = select.poll()
         poll.register(0, select.POLLIN)
         with contextlib.suppress(OSError):  # Where there are no pidfds, the end of the input has to do.
@@ -195,7 +195,7 @@ class Driver:
         self._events.put(partial(self._stop, 0.0))
 
     def _start(self, worker_index: int, run: int) -> None:
-        """Ask Ray for an actor; whoever held this worker before is ended."""
+        """Request an actor from Ray; the worker's previous actor is ended."""
         import ray
 
         if (before := self._held.get(worker_index)) is not None:
@@ -203,8 +203,8 @@ class Driver:
         self._count += 1
         options = self._settings["options"] | {
             "name": f"worker-{worker_index} ({self._count})",
-            "max_concurrency": 3,  # To follow, to be ended, and to leave.
-            "max_restarts": 0,  # Who is started again is the head's affair.
+            "max_concurrency": 3,  # For follow, end and leave at the same time.
+            "max_restarts": 0,  # The head decides which workers are restarted.
         }
         try:
             actor = ray.remote(Holder).options(**options).remote()
@@ -250,7 +250,7 @@ class Driver:
         self._await(held.actor.leave.remote(), held, lambda held, _: None)
 
     def _note_gone(self, held: Held, error: BaseException) -> None:
-        """Note that there is no such actor any more: it has left, its process or node has died, or it never came."""
+        """Note that an actor is gone: it has left, its process or node has died, or it never started."""
         self._all.discard(held)
         if self._held.get(held.worker_index) is held and not held.is_ending:
             if not held.is_placed and "node has died" in str(error) and self._stop_at is None:
@@ -284,14 +284,14 @@ class Driver:
         try:
             _knock(ray.get_runtime_context().gcs_address, 0.0)
         except ConnectionError:
-            os._exit(0)  # The cluster is gone. Ray would ask for it for a minute more.
+            os._exit(0)  # The cluster is gone. Ray would keep trying for another minute.
         if self._stop_at is None:
             self._stop_at = time.monotonic() + patience_s + _END_S + 1.0
             for held in list(self._all):
                 self._end(held, patience_s)
 
     def _say_what_is_missing(self) -> None:
-        """Tell what actors wait for that Ray has not started."""
+        """Report what the actors that Ray has not started are waiting for."""
         import ray
 
         since = time.monotonic() - _PATIENCE_S
@@ -315,10 +315,10 @@ class Driver:
 
 
 def main() -> int:
-    """Serve one fleet; returns the exit status."""
+    """Serve one fleet; return the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     told = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # What Ray prints is none of the head's business.
+    os.dup2(2, 1)  # Keep Ray's own output away from the head.
     settings = json.loads(_read_line())
 
     def tell(**event: Any) -> None:
@@ -330,11 +330,11 @@ def main() -> int:
 
 
 def _read_line() -> bytes:
-    """Read the first line of the input, and no more of it."""
+    """Read only the first line of the input."""
     line = b""
     while not line.endswith(b"\n"):
         if not (byte := os.read(0, 1)):
-            sys.exit(0)  # The head has changed its mind.
+            sys.exit(0)  # The head has closed the pipe without asking for anything.
         line += byte
     return line
 
@@ -362,10 +362,10 @@ def _connect(settings: dict[str, Any]) -> None:
 
 
 def _knock(address: str, patience_s: float) -> None:
-    """Find out whether anybody listens at an address, or begins to within some time.
+    """Check that something listens at an address, or begins to within some time.
 
     Raises:
-        ConnectionError: Nobody does, or there is no such host.
+        ConnectionError: Nothing does, or there is no such host.
     """
     host, _, port = address.rpartition(":")
     ends_at = time.monotonic() + patience_s
@@ -395,7 +395,7 @@ def _explain_connect(error: Exception, address: str) -> str:
 
 
 def _explain(error: BaseException) -> str:
-    """Say why there is no actor (any more), in Ray's own words but in fewer of them."""
+    """Say why an actor did not start or is gone, in Ray's own words, shortened."""
     text = str(error)
     if (found := re.search(r"(?s)The actor (?:is dead|died) because (.*)", text)) is not None:
         text = found[1]

@@ -1,6 +1,6 @@
 """SlurmLauncher: workers are the tasks of one Slurm job, or of one step of the job the head is in.
 
-What Slurm is given to run never holds the ticket: that travels in the environment of `sbatch` or `srun`.
+The commands and scripts given to Slurm never hold the ticket: it is passed in the environment of `sbatch` or `srun`.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _TAKEN = {
 } | dict.fromkeys(("ntasks", "parsable", "array", "wrap", "wait", "test-only", "clusters"))
 
 _SINFO_S = 30.0
-_LOOK_S = 5  # How often a job that has lost its first workers looks whether others are left.
+_LOOK_S = 5  # How often a job whose first workers have ended checks whether restarted ones are left.
 
 _ANY_WORKER = "$SLURM_PROCID"  # In a step with all workers, the index of each.
-_LABEL = "--label"  # Whose line it is.
+_LABEL = "--label"  # Prefixes each line with the index of its worker.
 _STEP = (
     "srun",
-    "--export=ALL",  # Not what sbatch was told: the setup may have changed the environment since.
+    "--export=ALL",  # Not sbatch's own --export: the setup may have changed the environment since.
     "--input=none",
     "--mpi=none",
-    "--kill-on-bad-exit=0",  # A worker that dies takes nobody with it,
+    "--kill-on-bad-exit=0",  # A worker that dies does not take others with it,
     "--wait=0",
-    "--no-kill",  # nor does a node.
+    "--no-kill",  # and neither does a node.
 )
 
 OptionValue = str | int | bool
@@ -67,39 +67,38 @@ OptionValue = str | int | bool
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmLauncher:
-    """Starts workers by Slurm.
+    """Starts workers with Slurm.
 
-    On a login node the workers are a job of their own, submitted with `sbatch`. Where the head itself runs in a job,
-    they are a step of that job, started with `srun`; the fields that choose resources then do not apply.
+    On a login node the workers are a separate job, submitted with `sbatch`. If the head itself runs in a job, they are
+    a step of that job, started with `srun`; the fields that choose resources then do not apply.
 
     Attributes:
-        nodes: On how many nodes; None leaves it to Slurm, and inside a job means all of its nodes.
-        workers_per_node: How many of the workers a node gets at most. By default they are spread evenly.
-        cpus: For each worker: CPUs, and as many threads of BLAS, OpenMP and torch.
-        memory: For each worker, with a unit (K, M, G or T): "4G". By default the partition's.
-        gpus: For each worker. GPUs that a node's workers share are an option: `{"gres": "gpu:1"}`.
-        partition: As in `sbatch --partition`; so are the next ones.
+        nodes: The number of nodes; None leaves it to Slurm, and inside a job means all of its nodes.
+        workers_per_node: The maximum number of workers per node. By default they are spread evenly.
+        cpus: CPUs per worker, and as many BLAS, OpenMP and torch threads.
+        memory: Memory per worker, with a unit (K, M, G or T): "4G". By default the partition's.
+        gpus: GPUs per worker. For GPUs shared by a node's workers, use `options={"gres": "gpu:1"}`.
+        partition: As in `sbatch --partition`.
         account: As in `sbatch --account`.
         qos: As in `sbatch --qos`.
         constraint: As in `sbatch --constraint`.
         reservation: As in `sbatch --reservation`.
         time: The time limit, such as "02:00:00", or a number of minutes.
-        exclusive: Whether the nodes are shared with no other job.
-        requeue: Whether Slurm may start the job again after a preemption or the failure of a node; workers then join
-            again.
-        warning_s: How long before the time limit workers are told to end (Slurm may be a minute early). None leaves
-            it to Slurm, which tells them at the limit.
-        setup: Lines of shell to run before each worker starts: modules, conda, a virtual environment. One that fails
-            ends the worker.
+        exclusive: Whether the nodes are not shared with other jobs.
+        requeue: Whether Slurm may restart the job after a preemption or a node failure; the workers then join again.
+        warning_s: How long before the time limit workers are told to exit (Slurm may be a minute early). None leaves
+            this to Slurm, which tells them at the limit.
+        setup: Shell lines to run before each worker starts: modules, conda, a virtual environment. If one fails, the
+            worker is not started.
         python: The interpreter on the nodes. By default the head's own, at the same path and with its module path.
-        log_dir: Where to keep the log, a file per job, `job-<number>.log`. By default it is kept only for error
-            messages, in a directory beside the working directory's files that is removed in the end. The nodes should
-            see it: where they do not, errors come without the log.
-        show_output: Whether what workers print also appears on this process's standard error, line by line, each with
-            `[worker <index>]` before it; of very much, only a part. It is read from the log.
-        submit: Whether to submit a job even where the head is in one itself.
-        options: Any other option of `sbatch`, such as `{"job-name": "walkers", "nodelist": "n[1-4]"}`; True for one
-            without a value.
+        log_dir: Where to keep the log, one file per job, `job-<number>.log`. By default it is kept only for error
+            messages, in a temporary directory inside the working directory. The nodes should see this directory: if
+            they do not, errors come without the log.
+        show_output: Whether to also show the workers' output, read from the log, on this process's standard error, each
+            line prefixed with `[worker <index>]`; very large output is shown only in part.
+        submit: Whether to submit a separate job even if the head itself runs in one.
+        options: Any other options of `sbatch`, such as `{"job-name": "walkers", "nodelist": "n[1-4]"}`; True for an
+            option without a value.
     """
 
     nodes: int | None = None
@@ -158,12 +157,12 @@ class SlurmLauncher:
         """The address of a node that workers may run on, as Slurm knows it.
 
         Raises:
-            LaunchError: Slurm does not say.
+            LaunchError: Slurm is not there or does not answer.
         """
         nodes = _addresses(f"--nodes={os.environ.get('SLURM_JOB_NODELIST', '')}") if self._job_id else []
         if not nodes and self.partition is not None:
             nodes = _addresses(f"--partition={self.partition}")
-        nodes = nodes or _addresses()  # `sbatch` will say what is wrong with the partition.
+        nodes = nodes or _addresses()  # If the partition is wrong, `sbatch` will say so.
         # This machine's own name may stand for its loopback address.
         others = [address for name, address in nodes if name != os.environ.get("SLURMD_NODENAME")]
         return next(iter(others), nodes[0][1] if nodes else ELSEWHERE)
@@ -172,7 +171,7 @@ class SlurmLauncher:
         """Submit the job, or start the step.
 
         Raises:
-            ConfigError: There is no room for this many.
+            ConfigError: There is no room for this many workers.
             LaunchError: Slurm refuses, in its own words, or is not there.
         """
         self._check(num_workers)
@@ -209,10 +208,10 @@ class SlurmLauncher:
     def _sbatch(self, num_workers: int) -> list[str]:
         options: dict[str, OptionValue | None] = {
             "parsable": True,
-            "job-name": f"clusterenv-{run_labels()['run']}",  # Whose it is, Slurm says itself.
+            "job-name": f"clusterenv-{run_labels()['run']}",  # Slurm shows the user itself.
             "output": "/dev/null",  # The script writes to the log directory, where there is one.
             "open-mode": "append",
-            "no-kill": True,  # A node that fails takes only its own workers with it.
+            "no-kill": True,  # A node failure takes down only that node's workers.
             **self.options,
             "export": _with_ticket(self.options.get("export", "ALL")),
             **self._shape(num_workers),
@@ -231,10 +230,10 @@ class SlurmLauncher:
         return ["sbatch", *_render(options)]
 
     def _script(self, num_workers: int, log_dir: Path) -> str:
-        """Return the batch script of a job that runs all workers, and stays for those that were started again since.
+        """Return the batch script of a job that runs all workers, and stays as long as any restarted worker does.
 
-        Those are steps of their own. If the job ended with the last worker that came with it, it would take them all
-        with it. It writes to the log directory if its node has that too, and else where `sbatch --output` says.
+        Restarted workers are separate steps: if the job ended with the last of its original workers, it would take
+        those steps with it. It writes to the log directory if its node sees that, and otherwise to `sbatch --output`.
         """
         directory = shlex.quote(str(log_dir))
         step = [*_STEP, _LABEL, *_render(self._shape(num_workers)), *self._shell(_ANY_WORKER)]
@@ -278,14 +277,14 @@ class SlurmLauncher:
         return f"{math.ceil(int(match[1]) * _MEBIBYTES[match[2]] / self.cpus)}M"
 
     def _shell(self, worker: str) -> list[str]:
-        """Return the command that runs one worker in a shell, which says where it starts and how it ends.
+        """Return the command that runs one worker in a shell that prints where the worker starts and how it ends.
 
         Args:
             worker: The worker's index, or `_ANY_WORKER`.
         """
         variables = thread_variables(self.cpus) | {"PYTHONUNBUFFERED": "1"}
         if self.python is None:
-            # The head's own path, so that whatever it can import, its workers can.
+            # The head's own path, so that its workers can import whatever it can.
             variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         lines = [f"export {WORKER_VARIABLE}={worker}"]
         lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -293,7 +292,7 @@ class SlurmLauncher:
             f'echo "{SAYS} worker ${WORKER_VARIABLE} starts on $SLURMD_NODENAME in process group $$"',
             f'report() {{ echo "{SAYS} worker ${WORKER_VARIABLE} ended with status $?"; }}',
             "trap report EXIT",
-            # The worker gets the signal too. This shell outlives it, to report.
+            # The worker gets the signal too. This shell outlives the worker, to report its status.
             f'warn() {{ echo "{SAYS} SIGTERM: the job was cancelled or preempted, or its time limit is near"; }}',
             "trap warn TERM",
         ]
@@ -304,7 +303,7 @@ class SlurmLauncher:
 
 
 def _single_step(job_id: str, where: Sequence[str]) -> list[str]:
-    """Return the beginning of a command that runs something once in a job that runs, beside its other steps."""
+    """Return the beginning of a command that runs a single task in a running job, alongside its other steps."""
     return [*_STEP, f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", *where]
 
 
@@ -321,7 +320,7 @@ def _addresses(*which: str) -> list[tuple[str, str]]:
 
 
 def _with_ticket(export: OptionValue) -> str:
-    """Return what to export besides what the user wants exported: the ticket."""
+    """Return the user's export option with the ticket added."""
     return TICKET_VARIABLE if export in ("NONE", "NIL") else f"{export},{TICKET_VARIABLE}"
 
 

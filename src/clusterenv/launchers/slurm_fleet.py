@@ -1,4 +1,4 @@
-"""SlurmFleet: workers that Slurm runs, all in one job or step, and those that were started again in their stead."""
+"""SlurmFleet: workers that Slurm runs, all in one job or step, and those that were restarted in their place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SUSPECT_S = (
     600.0  # How long to avoid a node: Slurm itself takes 300 s to find that one is dead, if not told otherwise.
 )
 
-# Ends a worker by its guardian, with all it has started; or else the guardian.
+# Has the guardian kill a worker with all it has started; if that fails, kills the guardian.
 _END = """
 kill -QUIT -- -{group}
 for _ in $(seq 30); do kill -0 -- -{group} 2>/dev/null || exit 0; sleep 0.1; done
@@ -46,7 +46,7 @@ class SlurmCommands:
         step: The `srun` of all workers, for a head that is in a job itself.
         one: An `srun` of one worker in a job, given the job's number, where in it (options of srun), and the index.
         alone: The beginning of an `srun` of something else, given the job's number and where.
-        environment: For all of them; the ticket is in it.
+        environment: The environment of all these commands; it holds the ticket.
     """
 
     job: list[str]
@@ -58,7 +58,7 @@ class SlurmCommands:
 
 
 class SlurmFleet:
-    """Workers in a job of their own, or in a step of the job the head is in."""
+    """Workers in a separate job, or in a step of the job the head is in."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class SlurmFleet:
 
         Args:
             commands: What to run.
-            num_workers: How many workers that is.
-            job_id: The job that the head is in; None: one is submitted.
-            log_dir: Where to keep what workers print. None: only for error messages.
-            shows_output: Whether to show it on this process's standard error.
+            num_workers: The number of workers.
+            job_id: The job that the head is in; None: a job is submitted.
+            log_dir: Where to keep the workers' output. None: only for error messages.
+            shows_output: Whether to show the output on this process's standard error.
 
         Raises:
             LaunchError: Slurm refuses, or is not there.
@@ -137,9 +137,9 @@ class SlurmFleet:
         return ""
 
     def restart(self, worker_index: int) -> None:
-        """Have a worker started once more: in its job while that runs, with it if it is requeued, else in a new job.
+        """Restart a worker: in its job while that runs, together with it if it is requeued, otherwise in a new job.
 
-        If the job was cancelled it is not: whoever did that wants it to stay so.
+        A worker is not restarted if its job was cancelled, since that was intended.
         """
         self._failures.pop(worker_index, None)
         self._ended_at.pop(worker_index, None)
@@ -147,7 +147,7 @@ class SlurmFleet:
         self._look()
 
     def stop(self, timeout_s: float) -> None:
-        """Wait this long for the workers to end on their own, then cancel them."""
+        """Wait this long for the workers to exit on their own, then cancel them."""
         deadline = time.monotonic() + timeout_s
         self._wishes.clear()
         if self._submission is not None:
@@ -157,7 +157,7 @@ class SlurmFleet:
             while self._all.places and self._are_at_work() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
                 self._look()
-            # Where the log cannot be seen, only Slurm knows that they have ended. Where they have, it is soon done.
+            # If the log cannot be seen, only Slurm knows that they have ended. If they have, this is soon done.
             patience_s = max(0.0, deadline - time.monotonic())
             self._all.stop(min(patience_s, _LAST_WORDS_S) if self._all.places else patience_s)
         for step in [*self._replacements.values(), *self._endings]:
@@ -169,7 +169,7 @@ class SlurmFleet:
             shutil.rmtree(self._remove_at_end, ignore_errors=True)
 
     def _look(self) -> None:
-        """Note what has become known, and take the next step of what is under way. Waits for nothing."""
+        """Update what is known, and take the next step of whatever is under way, without waiting."""
         self._all.look()
         self._warn_of_unseen_log()
         for step in self._replacements.values():
@@ -190,7 +190,7 @@ class SlurmFleet:
                 self._failures[worker_index] = f"could not be started: {problem}"
 
     def _begin(self, run: tuple[str, int]) -> None:
-        """Note that the job runs, for the first time or once more: all workers are in it."""
+        """Note that the job runs, for the first time or again: all workers are in it."""
         is_first = self._run == ("", 0)
         self._fresh = set() if is_first else set(range(self._num_workers)) - self._awaited
         self._run = run
@@ -200,7 +200,7 @@ class SlurmFleet:
             self._retire(worker_index)
 
     def _grant(self, worker_index: int, since: float) -> str:
-        """Start a worker again, once it is known where; returns why that is not possible, if it is not."""
+        """Restart a worker, once it is known where; return why that is not possible, if it is not."""
         if isinstance(self._all, Job):
             job, now = self._all, time.monotonic()
             if self._submission is None and not job.state.is_over:
@@ -221,7 +221,7 @@ class SlurmFleet:
         return self._start_one(worker_index)
 
     def _await_next_run(self, worker_index: int, job: Job) -> str:
-        """Let a worker come back with the job that waits, or with a new one."""
+        """Let a worker come back with the pending job, or with a new one."""
         if job.state.is_over and self._submission is None:
             try:
                 with uninterrupted():
@@ -234,7 +234,7 @@ class SlurmFleet:
         return ""
 
     def _start_one(self, worker_index: int) -> str:
-        """Start one step more in the job that runs, on the CPUs that the worker's predecessor leaves free."""
+        """Start one more step in the running job, on the CPUs that the worker's predecessor leaves free."""
         try:
             where = self._vacate(worker_index)
             self._retire(worker_index)
@@ -249,10 +249,10 @@ class SlurmFleet:
         return ""
 
     def _vacate(self, worker_index: int) -> list[str]:
-        """See to it that a worker ends; returns srun's options that say where to put its successor.
+        """Make sure that a worker ends; return the srun options that say where to put its successor.
 
-        A worker that has not been seen to end hangs, or its node is dead or cut off. So it is ended without waiting for
-        that, and its successor had better be elsewhere, and not on another such node either.
+        A worker that was not seen to end hangs, or its node is dead or cut off. So it is killed without waiting, and
+        its successor should preferably run on another node that is not suspect.
         """
         holder = self._holder(worker_index)
         place = holder.places.get(worker_index)
@@ -280,7 +280,7 @@ class SlurmFleet:
         return [f"--exclude={','.join(sorted(suspects))}"] if suspects and suspects < self._all.nodes else []
 
     def _retire(self, worker_index: int) -> None:
-        """Let a worker's own step end in the background, if it has one."""
+        """End a worker's own step, if it has one, in the background."""
         with uninterrupted():
             if (step := self._replacements.pop(worker_index, None)) is not None:
                 step.end()
@@ -294,7 +294,7 @@ class SlurmFleet:
         return self._replacements.get(worker_index, self._all)
 
     def _end_of(self, worker_index: int) -> str:
-        """Say how a worker ended; empty if it has not, or is being started again."""
+        """Say how a worker ended; empty if it has not, or is being restarted."""
         if worker_index in self._failures:
             return self._failures[worker_index]
         holder = self._holder(worker_index)
@@ -314,7 +314,7 @@ class SlurmFleet:
         return ended
 
     def _is_in_doubt(self, worker_index: int) -> bool:
-        """Whether a worker that has ended may have done so with its whole job: Slurm is asked, for a moment."""
+        """Whether a worker may have ended together with its whole job; Slurm is given a moment to answer."""
         if not isinstance(self._all, Job):
             return False
         now = time.monotonic()
@@ -326,12 +326,12 @@ class SlurmFleet:
         return not goes_on and now - since < _LAST_WORDS_S
 
     def _show(self, holder: Job | SlurmStep, worker_index: int | None) -> None:
-        """Have what workers print shown: of one of them, or of all that the log has labels for."""
+        """Show the output of one worker, or of all that the log has labels for."""
         if self._follower is not None and holder.log_path is not None:
             self._follower.add(holder.log_path, worker_index)
 
     def _warn_of_unseen_log(self) -> None:
-        """Say once that there is nothing to show, where nodes have had the time to write something."""
+        """Warn once that there is nothing to show, after the nodes have had time to write something."""
         if self._follower is None or self._has_seen_log or not isinstance(self._all, Job):
             return
         if self._all.log_path.exists():
@@ -343,7 +343,7 @@ class SlurmFleet:
     def _make_log_dir(self) -> None:
         try:
             if self._log_dir is None:
-                # Here rather than in the temporary directory: this is the more likely to be seen by the nodes.
+                # Not in the temporary directory: the nodes are more likely to see the working directory.
                 self._log_dir = self._remove_at_end = Path(tempfile.mkdtemp(prefix=".clusterenv-", dir=Path.cwd()))
             else:
                 self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -386,7 +386,7 @@ class SlurmFleet:
         self._show(self._all, None)
 
     def _abandon_submission(self) -> None:
-        """Let a submission come to its end, so that the job can be cancelled."""
+        """Wait for a submission to finish, so that the job can be cancelled."""
         assert self._submission is not None, "it is under way"
         if not self._submission.wait(_DECIDE_S):
             log.warning("sbatch does not answer; if it has submitted a job, its workers end on their own")
@@ -394,7 +394,7 @@ class SlurmFleet:
             self._submission.wait(_DECIDE_S)
         try:
             self._end_submission()
-        except LaunchError:  # Then there is none.
+        except LaunchError:  # Then there is no job.
             self._submission = None
 
 

@@ -1,6 +1,6 @@
 """What Slurm runs for a fleet: a job, a step inside a job, and the log that their workers write.
 
-All of it is done by Slurm's own commands. No accounting is needed.
+It uses only Slurm's own commands, and needs no accounting.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _TERM_S = 1.0  # What workers get between SIGTERM and SIGKILL, once they have no
 _KILL_S = 3.0  # After that Slurm needs no help to end them, only time.
 _SRUN_S = 2.0  # srun ends the step's processes when it is terminated; then it is killed itself.
 _TAIL_LINES = 40
-# Cancels a step until Slurm says that there is none: one that is just being launched cannot be cancelled at once, and a
-# controller that does not answer has said nothing.
+# Cancels a step until Slurm says that there is none: a step that is being launched cannot be cancelled immediately, and
+# slurmctld may not answer.
 _CANCEL_STEP = """
 until step=$(squeue --noheader --steps --jobs={job} --name={name} --format=%i) && [ -z "$step" ]; do
     [ -z "$step" ] || scancel --signal=KILL $step
@@ -69,12 +69,12 @@ ReadFrom = Callable[[int], bytes]  # Returns what is in a log from this position
 
 @dataclass(frozen=True)
 class JobState:
-    """What `squeue` says of a job, in Slurm's own words.
+    """What `squeue` says about a job, in Slurm's own words.
 
     Attributes:
         name: Such as RUNNING; UNKNOWN once Slurm has forgotten the job.
         reason: Why it waits or has ended; empty if there is none.
-        start: When this run of it began: another time after it was requeued.
+        start: When the job's current run began; changes when it is requeued.
         nodes: As a host list, such as `n[1-4]`.
     """
 
@@ -85,26 +85,26 @@ class JobState:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has yet to run, for the first time or again."""
+        """Whether the job has yet to run, for the first time or again."""
         return self.name in _WAITING
 
     @property
     def is_alive(self) -> bool:
-        """Whether its processes run."""
+        """Whether the job's processes are running."""
         return self.name in _ALIVE
 
     @property
     def is_ending(self) -> bool:
-        """Whether it is being ended: what comes then is not known yet."""
+        """Whether the job is being ended; what follows is not known yet."""
         return self.name == "COMPLETING"
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended for good."""
+        """Whether the job has ended for good."""
         return not (self.is_waiting or self.is_alive or self.is_ending)
 
     def __str__(self) -> str:
-        """Say it in words, with Slurm's own in brackets."""
+        """Describe the state in words, with Slurm's own in brackets."""
         if self.is_over:
             own = ", ".join(filter(None, (self.name, self.reason)))
             return f"{_ENDED.get(self.name, 'ended')} ({own})"
@@ -119,7 +119,7 @@ class Holder:
     Attributes:
         id: The job's number.
         log: What its workers have written.
-        is_requeued: Whether it has run and now waits to run again.
+        is_requeued: Whether the job has run and now waits to run again.
     """
 
     def __init__(self, job_id: str, read_from: ReadFrom) -> None:
@@ -129,7 +129,7 @@ class Holder:
 
     @property
     def ended(self) -> str:
-        """How its processes have ended, all of them; empty if they have not, or not begun."""
+        """How all of its processes ended; empty if they have not ended, or not begun."""
         raise NotImplementedError
 
     @property
@@ -152,7 +152,7 @@ class Holder:
         return True
 
     def look(self) -> None:
-        """Note what has become known. Never waits."""
+        """Update what is known, without waiting."""
         self.log.follow()
 
     def stop(self, timeout_s: float) -> None:
@@ -164,12 +164,12 @@ class Job(Holder):
     """One job, as last seen.
 
     Attributes:
-        state: As last seen.
-        seen_at: When Slurm was asked for that.
-        changed_at: When that was first seen.
+        state: The state last seen.
+        seen_at: When Slurm was asked for that state.
+        changed_at: When that state was first seen.
         trouble: Why Slurm did not answer when last asked; empty if it did.
-        num_runs: How often it has begun, as far as seen.
-        log_path: Where it writes, if its first node sees the head's files.
+        num_runs: How often the job was seen to begin.
+        log_path: Where the job writes, if its first node sees the head's files.
     """
 
     def __init__(self, job_id: str, log_dir: Path) -> None:
@@ -206,12 +206,12 @@ class Job(Holder):
 
     @property
     def ends(self) -> dict[int, int]:
-        """How those of its latest run have ended."""
+        """The exit status of each worker of its latest run that has ended."""
         return self.log.ends if self._has_own_log else {}
 
     @property
     def _has_own_log(self) -> bool:
-        """Whether what the log says is of the latest run: Slurm may know of that before its first line is there."""
+        """Whether the log is up to date with the latest run, which Slurm may know of before its first line is there."""
         return self.log.num_runs >= self.num_runs
 
     @property
@@ -220,17 +220,17 @@ class Job(Holder):
         return self._nodes
 
     def has_node(self, name: str) -> bool:
-        """Whether a node is still part of it: one that fails is taken out."""
+        """Whether a node is still part of the job: Slurm removes one that fails."""
         return not self.state.is_alive or not self._nodes or name in self._nodes
 
     def hasten(self) -> None:
-        """Ask Slurm at the next look, however long nothing has changed."""
+        """Ask Slurm at the next `look`, however long nothing has changed."""
         self._due_at = 0.0
 
     def look(self) -> None:
-        """Note what Slurm says by now. Never waits: it is asked in the background.
+        """Note what Slurm has answered, without waiting: it is asked in the background.
 
-        It is asked once a second at first, and less often the longer nothing changes: controllers have many askers.
+        Slurm is asked once a second at first, and less often the longer nothing changes: many others ask it, too.
         """
         now = time.monotonic()
         self.log.follow()
@@ -241,7 +241,7 @@ class Job(Holder):
             self._read(self._query)
 
     def stop(self, timeout_s: float) -> None:
-        """Wait this long for it to end on its own, then cancel it. A job that waits is cancelled at once."""
+        """Wait this long for the job to end on its own, then cancel it; cancel a pending job immediately."""
         self._await_end(timeout_s)
         if not self.state.is_over:
             self._cancel()
@@ -252,7 +252,7 @@ class Job(Holder):
         self.close()
 
     def close(self) -> None:
-        """Ask Slurm nothing more."""
+        """Stop asking Slurm."""
         self._is_closed = True
         if self._query is not None:
             self._query.kill()
@@ -260,7 +260,7 @@ class Job(Holder):
             self._query = None
 
     def _await_end(self, timeout_s: float) -> None:
-        """Ask Slurm until it is over, or waits; once at least."""
+        """Ask Slurm, at least once, until the job is over or pending."""
         deadline = time.monotonic() + timeout_s
         while not self.state.is_over:
             if self._query is None:
@@ -275,7 +275,7 @@ class Job(Holder):
             time.sleep(_POLL_S)
 
     def _cancel(self, *options: str) -> None:
-        """Cancel it. Raises nothing: a job that is gone is as good as cancelled, and any other is warned of."""
+        """Cancel the job; raise nothing: a job that is gone needs no cancelling, and any other failure is logged."""
         try:
             with uninterrupted():
                 scancel = Command(["scancel", *options, self.id], _ASK_S)
@@ -296,7 +296,7 @@ class Job(Holder):
             with self.log_path.open("rb") as file:  # Opened anew: over NFS that is when changes are looked for.
                 file.seek(position)
                 return file.read()
-        except OSError:  # It has not begun, or its files are not ours.
+        except OSError:  # The job has not begun, or does not share our files.
             return b""
 
     def _ask(self, now: float) -> None:
@@ -340,12 +340,12 @@ class Job(Holder):
 
 
 class SlurmStep(Holder):
-    """One `srun` inside a job, a child process of the head: what its workers print comes here, whatever files they see.
+    """One `srun` inside a job, a child process of the head; workers' output reaches the head without shared files.
 
     It ends with its job, and is never requeued; nodes that fail srun notices itself.
 
     Attributes:
-        log_path: Where that is kept; None if it is not.
+        log_path: Where the output is kept; None if it is not.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log_dir: Path | None, job_id: str) -> None:
@@ -374,7 +374,7 @@ class SlurmStep(Holder):
             raise LaunchError(f"Could not run srun: {error}.") from error
 
     def __str__(self) -> str:
-        """Say where it runs."""
+        """Say where the step runs."""
         return f"they are starting in job {self.id}"
 
     @property
@@ -385,19 +385,19 @@ class SlurmStep(Holder):
 
     @property
     def nodes(self) -> set[str]:
-        """Those of the job that the head is in."""
+        """The nodes of the job that the head is in."""
         return set(expand_hosts(os.environ.get("SLURM_JOB_NODELIST", "")))
 
     def end(self) -> None:
-        """Tell it to end, and wait for nothing: `reap` sees to the rest."""
+        """Tell the step to end, without waiting: `reap` does the rest."""
         if self._kill_at is None and self._process.poll() is None:
             self._kill_at = time.monotonic() + _SRUN_S
             self._process.terminate()
 
     def reap(self) -> bool:
-        """Return whether one that nobody needs any more has ended; one that was told to and does not is killed.
+        """Return whether a step that is no longer needed has ended; kill it if it was told to and does not.
 
-        While it launches its step, srun forgets that it was told to, and leaves the step behind when it is killed.
+        While srun launches its step, it ignores being told to end, and leaves the step behind when it is killed.
         """
         if self._process.poll() is None:
             if self._kill_at is not None:
@@ -432,8 +432,8 @@ class NodeOfWorker:
     """Where a worker runs.
 
     Attributes:
-        node: Slurm's name of the node.
-        process_group: That of the shell that waits for the worker's end.
+        node: Slurm's name for the node.
+        process_group: The process group of the shell that waits for the worker to end.
     """
 
     node: str
@@ -444,9 +444,10 @@ class StepLog:
     """Follows what the workers of a step write, one labelled line after another, as it grows.
 
     Attributes:
-        num_runs: How often the job has begun: a requeued one goes on in the same log.
-        places: Where each worker that has started in the latest run, started.
-        ends: The exit status of each worker that has ended in it, as a shell has it: 128 + n if signal n killed it.
+        num_runs: How often the job has begun: a requeued job continues in the same log.
+        places: Where each worker of the latest run has started.
+        ends: The exit status of each worker of the latest run that has ended, as a shell reports it: 128 + n if signal
+            n killed it.
     """
 
     def __init__(self, read_from: ReadFrom) -> None:
@@ -468,7 +469,7 @@ class StepLog:
             self._take(line.decode(errors="replace"))
 
     def tail(self, worker_index: int) -> str:
-        """Return the last lines of a worker, and those of Slurm itself among them, in the order they were written."""
+        """Return the last lines of a worker, interleaved with those of Slurm itself, in the order written."""
         lines = sorted([*self._tails[worker_index], *self._tails[None]])
         return "\n".join(text for _, text in lines[-_TAIL_LINES:])
 
@@ -488,7 +489,7 @@ class StepLog:
 
 
 def job_environment(own: dict[str, str]) -> dict[str, str]:
-    """Return this process's environment for `sbatch` or `srun`, without what describes the job it may itself be in."""
+    """Return this process's environment for `sbatch` or `srun`, without variables that describe its own job, if any."""
     kept = {"SLURM_CONF", "SLURM_CLUSTERS"}
     outside = {name: value for name, value in os.environ.items() if name in kept or not name.startswith("SLURM")}
     return outside | own
@@ -497,7 +498,7 @@ def job_environment(own: dict[str, str]) -> dict[str, str]:
 def expand_hosts(hosts: str) -> list[str]:
     """Return the names in one of Slurm's host lists: `n[1-2,08],login` names n1, n2, n08 and login.
 
-    One that cannot be read names nobody.
+    A list that cannot be parsed names no hosts.
     """
     names = []
     for part in re.findall(r"(?:[^,\[]|\[[^]]*\])+", hosts):

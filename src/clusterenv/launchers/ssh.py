@@ -1,7 +1,7 @@
 """SSHLauncher: workers on machines you can log in to with ssh.
 
-Without a terminal a remote process outlives its ssh client, and sshd passes on no signals to root's processes. So the
-shell that becomes the worker first says its process id, and workers are ended by that id, over another connection.
+Without a terminal a remote process outlives its ssh client, and sshd passes no signals on to root's processes. So the
+shell that becomes the worker first prints its process id, and workers are killed by that id, over another connection.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 
 log = logging.getLogger(__name__)
 
-# sshd begins to turn away connections when 10 are not through with logging in (MaxStartups).
+# sshd begins to refuse connections when 10 have not finished logging in (MaxStartups).
 _LOGGING_IN_AT_ONCE = 8
 _SSH_FAILED = 255  # The status of an ssh client that could not connect or lost its connection.
 _CONFIG_S = 10.0  # How long ssh may take to read its configuration.
-_END_S = 10.0  # How long ending workers over new connections may take.
+_END_S = 10.0  # How long killing workers over new connections may take.
 _LOOK_S = 0.02
 _FIRST_WORDS_BYTES = 1 << 16
-_SETUP_BYTES = 1 << 15  # What a pipe holds before anybody reads it, and more than enough.
+_SETUP_BYTES = 1 << 15  # A pipe holds this much before anybody reads it, and it is more than enough.
 
-# Ends the process groups of workers: SIGTERM asks them to leave in order, SIGQUIT makes a worker's guardian end it at
-# once. A process that only took over the id of one that ended long ago is left alone: it is not called clusterenv.
+# Kills the process groups of workers: SIGTERM asks a worker to shut down cleanly, SIGQUIT makes its guardian kill it
+# immediately. A process that merely reuses the id of one that ended long ago is spared: it is not called clusterenv.
 _END = """
 ours=
 for pid in {pids}; do
@@ -57,25 +57,25 @@ done
 class SSHLauncher(Launcher):
     """Starts workers on other machines, through the `ssh` program with your own configuration and keys.
 
-    There must be a way in without a password (a key, an agent, a shared connection), and a Python with clusterenv on
-    the other side.
+    Each host must be accessible without a password (a key, an ssh agent, a shared connection) and have a Python with
+    clusterenv installed.
 
     Attributes:
-        hosts: Names as you would give them to ssh (`host`, `user@host`, an alias of your ssh configuration), which get
-            equally many workers. Or a mapping from names to how many workers each gets at most.
-        cpus: For each worker: how many threads BLAS, OpenMP and torch use in it. By default the cores of a host are
-            divided evenly among its workers. Variables set there already are left alone.
-        python: The command for Python there, as you would type it, e.g. `~/venv/bin/python`.
-        setup: Lines of shell to run there first, e.g. `module load cuda` or `cd ~/project`. One that fails
-            ends the worker.
+        hosts: Names as you would give them to ssh (`host`, `user@host`, an alias from your ssh configuration), each of
+            which gets the same number of workers. Or a mapping from names to the maximum number of workers on each.
+        cpus: How many threads BLAS, OpenMP and torch use in each worker. By default a host's cores are divided evenly
+            among its workers. Variables already set there are left alone.
+        python: The command for Python on the host, as you would type it, e.g. `~/venv/bin/python`.
+        setup: Shell lines to run on the host first, e.g. `module load cuda` or `cd ~/project`. If one fails, the worker
+            is not started.
         ssh_options: More options for ssh, e.g. `-F`, `my_ssh_config`, `-p`, `2222`.
-        shell: What reads the commands there, from its standard input. A login shell by default, so that
+        shell: The shell on the host that reads the commands from its standard input. By default a login shell, so that
             everything is as when you log in.
         connect_timeout_s: How long ssh tries to reach a host.
-        log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. By default
-            it is kept only for error messages.
-        show_output: Whether what workers print also appears on this process's standard error, line by line, each with
-            `[worker <index>]` before it; of very much, only a part.
+        log_dir: Where to keep the workers' output: one directory per run, `run-<time>`, with one file per worker. By
+            default output is kept only for error messages.
+        show_output: Whether to also show the workers' output on this process's standard error, each line prefixed with
+            `[worker <index>]`; very large output is shown only in part.
     """
 
     hosts: Sequence[str] | Mapping[str, int]
@@ -96,7 +96,7 @@ class SSHLauncher(Launcher):
         if not self.hosts:
             raise ConfigError("SSHLauncher.hosts is empty: name at least one host.")
         for host in self.hosts:
-            # A name that ssh would take for an option could make it run anything.
+            # A name that ssh takes for an option could make it run anything.
             if not host or host.startswith("-") or not host.isprintable() or " " in host:
                 raise ConfigError(f"SSHLauncher.hosts holds {host!r}, which is not the name of a host.")
         if repeated := {host for host in self.hosts if list(self.hosts).count(host) > 1}:
@@ -117,7 +117,7 @@ class SSHLauncher(Launcher):
 
     @property
     def suggested_workers(self) -> int:
-        """One per host, or as many as the hosts get at most."""
+        """One per host, or the total of the hosts' maximum numbers."""
         return sum(self.hosts.values()) if isinstance(self.hosts, Mapping) else len(self.hosts)
 
     @property
@@ -134,8 +134,8 @@ class SSHLauncher(Launcher):
         except subprocess.TimeoutExpired as error:
             raise LaunchError(f"`ssh -G {host}` has not answered within {_CONFIG_S:g} s.") from error
         if answer.returncode != 0:
-            raise LaunchError(f"ssh cannot tell what it knows of {host}: {answer.stderr.strip()}")
-        # "hostname gpu1.example.org", one setting a line.
+            raise LaunchError(f"ssh cannot read its configuration for {host}: {answer.stderr.strip()}")
+        # "hostname gpu1.example.org", one setting per line.
         settings = dict(line.split(" ", 1) for line in answer.stdout.splitlines() if " " in line)
         address = settings.get("hostname", host)
         if all(settings.get(name, "none") == "none" for name in ("proxyjump", "proxycommand")):
@@ -143,10 +143,10 @@ class SSHLauncher(Launcher):
         return address
 
     def launch(self, ticket: Ticket, num_workers: int) -> SSHFleet:
-        """Start connecting to the hosts and return at once.
+        """Start connecting to the hosts and return immediately.
 
         Raises:
-            ConfigError: The hosts may not get this many workers.
+            ConfigError: The hosts have no room for this many workers.
             LaunchError: There is no ssh here, or a log cannot be written.
         """
         seats = self._seats(num_workers)
@@ -154,14 +154,14 @@ class SSHLauncher(Launcher):
         return SSHFleet(
             seats,
             lambda host, name: self._command(host, f"exec {self.shell} -s {name}"),
-            # A variable of the shell, until the worker starts: what the setup lines run need not know the keys.
+            # A shell variable, exported only when the worker starts: programs run by setup lines must not see the keys.
             lambda worker_index: f"{TICKET_VARIABLE}={ticket.encode()}\n{self._script(worker_index, seats)}",
             self.log_dir,
             shows_output=self.show_output,
         )
 
     def render(self, num_workers: int) -> str:
-        """Show each ssh command and what the shell at the other end is given to read."""
+        """Show each ssh command and the script that the remote shell reads."""
         seats = self._seats(num_workers)
         parts = []
         for worker_index, host in enumerate(seats):
@@ -186,11 +186,11 @@ class SSHLauncher(Launcher):
             "ssh",
             *self.ssh_options,
             "-T",
-            *("-o", "RemoteCommand=none"),  # Such as `tmux attach`, for people who log in.
+            *("-o", "RemoteCommand=none"),  # The user's may be `tmux attach`, for people who log in.
             *("-o", "BatchMode=yes"),  # Nobody is there to type a password.
             *("-o", f"ConnectTimeout={self.connect_timeout_s}"),
             *("-o", "ServerAliveInterval=10"),
-            # A shared connection that you have opened is used, but none is opened that would outlive the run.
+            # An existing shared connection is used, but none is opened that would outlive the run.
             *("-o", "ControlMaster=no"),
             *("-o", "ClearAllForwardings=yes"),
             "--",
@@ -199,7 +199,7 @@ class SSHLauncher(Launcher):
         ]
 
     def _script(self, worker_index: int, seats: Sequence[str]) -> str:
-        """Return the shell lines that become the worker, once the shell has the ticket."""
+        """Return the shell lines that become the worker; the ticket is set before them."""
         if self.cpus is None:
             cores = "$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN || echo 1)"
             threads = f"$(( {cores} / {seats.count(seats[worker_index])} ))"
@@ -237,11 +237,11 @@ class SSHFleet:
 
         Args:
             seats: The host of each worker.
-            command: Makes an ssh command from a host and a name; a shell there reads what to do from its
-                standard input, and goes by that name.
-            script: The shell lines that become a worker, given its index.
-            log_dir: Where to keep what workers print. None: only for error messages.
-            shows_output: Whether to show it on this process's standard error.
+            command: Makes an ssh command from a host and a name; a remote shell with that name reads a script from its
+                standard input.
+            script: Makes the shell lines that become a worker, given its index.
+            log_dir: Where to keep the workers' output. None: only for error messages.
+            shows_output: Whether to show the output on this process's standard error.
 
         Raises:
             LaunchError: The ssh program cannot be run, or a log cannot be written.
@@ -271,7 +271,7 @@ class SSHFleet:
         return {session.worker_index: session.describe() for session in self._sessions if session.has_ended}
 
     def status(self) -> str:
-        """Say which hosts are still being logged in to."""
+        """Say which hosts ssh is still logging in to."""
         self._advance()
         counts = Counter(session.host for session in self._sessions if session.is_vacant or session.is_logging_in)
         return "logging in to " + ", ".join(f"{host} ({count})" for host, count in counts.items()) if counts else ""
@@ -281,12 +281,12 @@ class SSHFleet:
         return self._sessions[worker_index].log.tail()
 
     def restart(self, worker_index: int) -> None:
-        """Have a worker started once more; over the same connection its predecessor is ended first."""
+        """Restart a worker; its predecessor is killed first, over the same connection."""
         self._sessions[worker_index].vacate()
         self._advance()
 
     def stop(self, timeout_s: float) -> None:
-        """Wait this long for the workers to end on their own, then end them by their process ids."""
+        """Wait this long for the workers to exit on their own, then kill them by their process ids."""
         if self._is_stopped:
             return
         self._is_stopping = True
@@ -302,7 +302,7 @@ class SSHFleet:
         self._is_stopped = True
 
     def _advance(self) -> None:
-        """Start clients for workers that have none, as many as their hosts let in at once."""
+        """Start clients for workers that have none, as many as their hosts accept at once."""
         if self._is_stopping:
             return
         logging_in = Counter(session.host for session in self._sessions if session.is_logging_in)
@@ -313,7 +313,7 @@ class SSHFleet:
                 session.start(self._command(session.host, name), self._script(session.worker_index))
 
     def _end_remote(self, deadline: float) -> None:
-        """End what may still run elsewhere, on all hosts at the same time."""
+        """Kill what may still be running remotely, on all hosts at the same time."""
         pids: dict[str, list[int]] = {}
         for session in self._sessions:
             if left := session.await_left(deadline - _END_S / 2):
@@ -343,7 +343,7 @@ class SSHFleet:
 
 
 class _Session:
-    """One worker's ssh client, and what it has told of the process at the other end."""
+    """One worker's ssh client, and what is known about the remote process."""
 
     def __init__(self, host: str, worker_index: int, log: WorkerLog) -> None:
         self.host = host
@@ -351,9 +351,9 @@ class _Session:
         self.log = log
         self.client: subprocess.Popen[bytes] | None = None
         self.failure = ""
-        self._is_wanted = True  # Whether a client is to be started, once the old one has gone.
+        self._is_wanted = True  # Whether to start a client once the old one is gone.
         self._pid: int | None = None
-        self._predecessors: list[int] = []  # Those of which nobody has told that they were ended.
+        self._predecessors: list[int] = []  # The process ids that are not known to have ended.
         self._log_start = 0
 
     @property
@@ -362,25 +362,25 @@ class _Session:
 
     @property
     def is_logging_in(self) -> bool:
-        """Whether the shell at the other end has not spoken yet."""
+        """Whether the remote shell has not printed its process id yet."""
         return not self._is_wanted and not self.has_ended and self.find_pid() is None
 
     @property
     def has_ended(self) -> bool:
-        """Whether the client has: it stays as long as the worker does, unless the connection breaks."""
+        """Whether the client has ended: it lives as long as the worker, unless the connection breaks."""
         return bool(self.failure) or (
             not self._is_wanted and self.client is not None and self.client.poll() is not None
         )
 
     def vacate(self) -> None:
-        """Make room for a successor. Until the old client has gone, its last words could be taken for the new one's."""
+        """Make room for a successor: until the old client is gone, its last output could be taken for the new one's."""
         self.failure = ""
         self._is_wanted = True
         if self.client is not None:
             self.client.kill()
 
     def start(self, command: list[str], script: str) -> None:
-        """Start a client and give it the script; whoever held this seat before is ended first."""
+        """Start a client and give it the script; any predecessor is killed first."""
         predecessors = self._find_left()
         first = _END.format(pids=_join(predecessors), signals="QUIT KILL") if predecessors else ""
         mark = f'echo "{self._mark}$$ on $(uname -n)"'
@@ -389,23 +389,23 @@ class _Session:
             self._predecessors, self._pid, self._log_start = predecessors, None, self.log.size_bytes
             self.log.start_over()
             try:
-                # In braces all of it is read before any of it runs: nothing can eat the rest by reading its standard
-                # input.
+                # A shell reads a braced group completely before it runs any of it: no command can consume the rest by
+                # reading standard input.
                 self.client = _run(command, f"{{\n{first}{mark} || exit\n{script}exit\n}} </dev/null\n", self.log)
             except OSError as error:
                 self.failure = f"could not be started: ssh cannot be run: {error}"
 
     def find_pid(self) -> int | None:
-        """Return the process id of the shell that waits for the worker, once it has said it: also its group's."""
+        """Return the process id, also the group id, of the shell that waits for the worker, once it was printed."""
         if self._pid is None and self.client is not None:
             words = self.log.read(self._log_start, _FIRST_WORDS_BYTES).decode(errors="replace")
             if said := re.search(rf"^{re.escape(self._mark)}(\d+) on ", words, re.MULTILINE):
                 self._pid = int(said[1])
-                self._predecessors.clear()  # It speaks when they have been ended.
+                self._predecessors.clear()  # The process id is printed only after they were killed.
         return self._pid
 
     def await_left(self, deadline: float) -> list[int]:
-        """Return the process ids of all that may still run, once they are known or time is up."""
+        """Return the ids of all processes that may still be running, once they are known or time is up."""
         while self.is_logging_in and self.client is not None and time.monotonic() < deadline:
             wait_for(self.client, time.monotonic() + _LOOK_S)
         return self._find_left()
@@ -432,7 +432,7 @@ class _Session:
 
     def _find_left(self) -> list[int]:
         pid, status = self.find_pid(), None if self.client is None else self.client.poll()
-        # A client that brought the worker's own status has seen its end.
+        # A client that returned the worker's own exit status has seen it end.
         has_ended = status is not None and 0 <= status != _SSH_FAILED
         return self._predecessors + ([] if pid is None or has_ended else [pid])
 
@@ -443,19 +443,19 @@ class _Session:
 
 def _run(command: list[str], script: str, log: WorkerLog | None = None) -> subprocess.Popen[bytes]:
     output = subprocess.DEVNULL if log is None else log.file
-    # Ctrl-C in the terminal is for the head, which then ends its workers in order.
+    # Ctrl-C in the terminal is for the head, which then stops its workers in order.
     client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, process_group=0)
     assert client.stdin is not None
-    with contextlib.suppress(BrokenPipeError), client.stdin:  # A client that has ended already says why by its status.
+    with contextlib.suppress(BrokenPipeError), client.stdin:  # If the client has ended, its exit status says why.
         client.stdin.write(script.encode())
     return client
 
 
 def _check_known(host: str, address: str) -> None:
-    """Raise LaunchError unless a host that ssh is to reach from here has an address."""
+    """Raise LaunchError if the host's name cannot be resolved here."""
     try:
         socket.getaddrinfo(address, None)
-    except (socket.gaierror, UnicodeError) as error:  # A name that is no name at all cannot even be looked up.
+    except (socket.gaierror, UnicodeError) as error:  # A malformed name cannot even be looked up.
         known_as = "" if address == host else f" (HostName {address} in your ssh configuration)"
         raise LaunchError(
             f"SSHLauncher.hosts names {host}{known_as}, and no such host is known here: {error}. Look for a typing "

@@ -1,4 +1,4 @@
-"""Arrays of different frameworks: how they are told apart, read, written and watched for changes."""
+"""Arrays of different frameworks: how they are recognised, read, written and watched for changes."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from clusterenv.policy.distribution import Array
 SMALL_BYTES = 1 << 16
 """Arrays and objects below this size are compared in full."""
 
-_NUM_SAMPLES = 1024  # Numbers of a large array that are compared.
-_MAX_SUMMED_BYTES = 1 << 24  # Half a millisecond.
-_ROW_WORDS = 1021  # A prime: changes that keep to the rows of a user's table do not keep to these.
+_NUM_SAMPLES = 1024  # How many numbers of a large array are compared.
+_MAX_SUMMED_BYTES = 1 << 24  # Summing these takes half a millisecond.
+_ROW_WORDS = 1021  # A prime, so that changes aligned with the rows of a user's table are not aligned with these rows.
 
 
 class ArrayKind(Protocol):
-    """How one framework's arrays are told apart, read and written. Only its name travels."""
+    """How one framework's arrays are recognised, read and written; pickles name only the class."""
 
     def is_array(self, obj: object) -> bool:
-        """Whether it is one of this framework's arrays."""
+        """Whether an object is one of this framework's arrays."""
 
     def view(self, obj: Any) -> Array:
-        """Return the numbers; the array's own memory if that is possible."""
+        """Return the array as a numpy array, sharing its memory if possible."""
 
     def write(self, obj: Any, array: Array) -> None:
-        """Overwrite the numbers in place."""
+        """Overwrite the array's values in place."""
 
     def watch(self, arrays: Sequence[Any]) -> Callable[[], Hashable]:
-        """Return what returns a value that differs from an earlier one if any of these arrays was written to."""
+        """Return a function whose value differs from an earlier one if any of these arrays was written to since."""
 
     def reduce(self, obj: Any, *, has_values: bool) -> tuple[Any, ...]:
-        """Pickle an array: with its numbers, or to be filled later."""
+        """Pickle an array: with its values, or to be filled later."""
 
     def replace(self, obj: Any) -> object:
-        """Return what travels in place of an object: itself, or for instance None for an optimizer."""
+        """Return what to send in place of an object: the object itself, or, for instance, None for an optimizer."""
 
     def reduce_object(self, obj: Any) -> tuple[Any, ...] | None:
-        """Pickle an object, other than an array, that cannot be pickled as it is; None for all others."""
+        """Pickle an object, other than an array, that cannot be pickled as it is; return None for all others."""
 
     def hidden(self, obj: Any) -> frozenset[str]:
-        """Return the attributes of an object that are bookkeeping."""
+        """Return the names of an object's attributes that are mere bookkeeping."""
 
     def is_weight(self, obj: Any) -> bool:
-        """Whether an array is of a learner's own making, whatever its size: a parameter."""
+        """Whether an array is a parameter that a learner trains, whatever its size."""
 
 
 class NumpyArrays:
@@ -93,15 +93,15 @@ def sample(array: Array) -> Array:
 
 
 def is_sampled(array: Array) -> bool:
-    """Tell whether a change of a few numbers may go unnoticed."""
+    """Return whether the array is only sampled, so that a change to a few numbers may go unnoticed."""
     is_whole = array.flags.c_contiguous or array.flags.f_contiguous
     return array.nbytes >= SMALL_BYTES and (array.nbytes > _MAX_SUMMED_BYTES or not is_whole)
 
 
 def summed(array: Array) -> Callable[[], bytes]:
-    """Return what adds up the bits of an array in its own memory: some 35 microseconds for a megabyte.
+    """Return a function that computes checksums of an array's memory, at about 35 microseconds per megabyte.
 
-    They are added up both ways in rows of words, so that changes of up to three words never cancel out.
+    The words are summed along both rows and columns, so that changes to up to three words never cancel out.
     """
     octets = (array if array.flags.c_contiguous else array.T).reshape(-1).view(np.uint8)
     end = array.nbytes - array.nbytes % (8 * _ROW_WORDS)
@@ -110,7 +110,7 @@ def summed(array: Array) -> Callable[[], bytes]:
 
 
 def _sampler(array: Array) -> Callable[[], bytes]:
-    """Return what reads the array, or some of its numbers, from its own memory however that is laid out."""
+    """Return a function that reads the array, or a checksum or sample of it, whatever its memory layout."""
     if array.nbytes < SMALL_BYTES:
         return array.tobytes
     if array.flags.c_contiguous or array.flags.f_contiguous:

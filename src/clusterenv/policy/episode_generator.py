@@ -1,4 +1,4 @@
-"""EpisodeGenerator: random numbers that each episode has to itself, whichever episodes are decided for beside it."""
+"""EpisodeGenerator: random numbers that depend only on the episode, not on which others are in its batch."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from numpy.typing import NDArray
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_AT_ONCE = 64  # Numbers of each row to make ahead: to make one takes nearly as long.
-_STREAM = 2  # Not the numbers that the environment's own generator is seeded with, nor those of a training policy.
+_AT_ONCE = 64  # How many numbers to make ahead per row: making one takes nearly as long.
+_STREAM = 2  # Distinct from the streams of the environment's own generator and of a training policy.
 
 
 class EpisodeGenerator(np.random.Generator):
-    """Draws row i of a batch from a sequence that depends on row i's episode alone.
+    """Draws row i of a batch from a sequence that depends only on row i's episode.
 
     That holds for `random`, `uniform`, `standard_normal`, `normal` and `integers` with one row per environment, which
-    is what policies draw. Everything else comes from a common generator, as from any other.
+    is what policies draw. Everything else is drawn from an ordinary generator shared by all rows.
 
-    The sequences are SplitMix64's, from a place that follows from the episode's seed: number k of a row is a function
-    of the two, so a whole batch is drawn at once.
+    The sequences are SplitMix64's, starting where the episode's seed says: number k of a row is a function of k and
+    that start, so a whole batch is drawn at once.
     """
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(np.random.PCG64(0))
-        self._starts = np.zeros(num_rows, np.uint64)  # Of each row: where its block begins in SplitMix64's sequence.
+        self._starts = np.zeros(num_rows, np.uint64)  # Where each row's block begins in SplitMix64's sequence.
         self._block = np.zeros((num_rows, 0), np.uint64)
-        self._num_used = 0  # Of each row's numbers in the block: all rows draw as many.
+        self._num_used = 0  # How many of each row's numbers in the block are used: the same for all rows.
 
     def restart(self, row: int, seed: int) -> None:
-        """Begin the sequence of an episode with this seed in a row."""
+        """Begin the sequence of a new episode with this seed in a row."""
         begin = np.random.SeedSequence((seed, _STREAM)).generate_state(1, np.uint64)
         self._starts[row] = (begin - np.array(self._num_used, np.uint64) * _STEP)[0]
         self._block[row] = _mix(self._starts[row : row + 1], self._block.shape[1])[0]
@@ -53,7 +53,7 @@ class EpisodeGenerator(np.random.Generator):
         shape = self._rows_of(size)
         if shape is None or out is not None:
             return super().standard_normal(size, dtype, out)
-        angles = self._uniform((*shape, 2))  # Box and Muller's way.
+        angles = self._uniform((*shape, 2))  # The Box-Muller transform.
         drawn = np.sqrt(-2.0 * np.log1p(-angles[..., 0])) * np.cos(2.0 * np.pi * angles[..., 1])
         return drawn.astype(dtype, copy=False)
 
@@ -74,7 +74,7 @@ class EpisodeGenerator(np.random.Generator):
         return (least + np.floor(self._uniform(shape) * width)).astype(dtype)
 
     def _rows_of(self, size: Any, *parameters: Any) -> tuple[int, ...] | None:
-        """Return a size, or the one that parameters have together, if its first axis counts the rows; else None."""
+        """Return the shape given by `size`, or by the broadcast parameters, if its first axis is rows; else None."""
         if size is None:
             shape = np.broadcast_shapes(*map(np.shape, parameters))
         else:
@@ -96,7 +96,7 @@ class EpisodeGenerator(np.random.Generator):
 
 
 def _mix(starts: NDArray[np.uint64], count: int) -> NDArray[np.uint64]:
-    """Return the numbers of SplitMix64 after each of these places."""
+    """Return the next `count` numbers of SplitMix64 after each start."""
     mixed: NDArray[np.uint64] = starts[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _STEP
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2

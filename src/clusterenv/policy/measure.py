@@ -1,8 +1,8 @@
 """Measure: how far the policy that made some data is from the newest one, as one number.
 
-All measures are of the whole action, however many parts it has, because that is what importance weights are of. And
-all are given in one unit, nats: as the KL of two Gaussians of the same spread that are as far apart by that measure.
-Between such Gaussians all four say the same number, so a threshold can be kept when the measure is changed.
+All measures are of the whole action, however many parts it has, because so are importance weights. And all are given in
+one unit, nats: as the KL divergence of two Gaussians with equal variances that are as far apart by that measure.
+Between such Gaussians all four measures agree, so a threshold can be kept when the measure is changed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ NEEDS_PROBABILITIES: frozenset[Measure] = frozenset({"tv", "ess"})
 
 
 def measure_divergence(own: Distribution, newest: Distribution, measure: Measure = "kl") -> float:
-    """Return how far apart two versions of a policy are on some states, in nats; infinite if there is no saying.
+    """Return how far apart two versions of a policy are on some states, in nats; infinite if that is not finite.
 
     Args:
-        own: What made the data, on n states.
-        newest: The newest version, on the same states; both have passed `check`.
+        own: The distributions that made the data, on n states.
+        newest: Those of the newest version, on the same states; both have passed `check`.
         measure: `kl` is the mean over the states of KL(own || newest), `reverse_kl` of KL(newest || own). `tv` is the
             total variation: the share of actions that the two would not have in common. `ess` is the effective share of
-            a sample of own's actions when they are weighted by newest/own.
+            a sample of own's actions when weighted by newest/own.
 
     Raises:
-        PolicyError: The policy has no probabilities to compute it from.
+        PolicyError: The policy has no probabilities from which to compute the measure.
     """
-    with np.errstate(all="ignore"):  # Numbers of a worker's choosing may overflow.
+    with np.errstate(all="ignore"):  # A worker may send any numbers, and they may overflow.
         match measure:
             case "kl":
                 found = float(own.kl(newest).mean())
@@ -48,12 +48,12 @@ def measure_divergence(own: Distribution, newest: Distribution, measure: Measure
 
 
 def nats_of_tv(total_variation: float) -> float:
-    """Return the KL of two Gaussians of the same spread that have this total variation."""
+    """Return the KL of two Gaussians with equal variances that have this total variation."""
     if not total_variation < 1.0:
         return math.inf
     return 2.0 * NormalDist().inv_cdf((1.0 + max(0.0, total_variation)) / 2.0) ** 2
 
 
 def nats_of_ess(share: float) -> float:
-    """Return the KL of two Gaussians of the same spread that leave this effective share of a sample."""
+    """Return the KL of two Gaussians with equal variances that leave this effective share of a sample."""
     return math.inf if not share > 0.0 else max(0.0, -0.5 * math.log(share))

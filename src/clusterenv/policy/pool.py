@@ -1,4 +1,4 @@
-"""Pool: how one version of a policy acted in states that it met, from everybody who holds it."""
+"""Pool: how one version of a policy acted in states that it met, collected from all workers that hold it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from clusterenv.policy.probes import Form, distribution_of
 Nest = Callable[[Sequence[Array]], Tree]
 
 POOL_ROWS = 512  # At a threshold of 0.05 their mean is within 5 % of the truth; see docs/explanation/sync.md.
-RENEWAL = 4  # Once a pool is full, so many rounds of rollouts renew it: states change slowly, and rows are bytes.
+RENEWAL = 4  # A full pool is renewed over this many rounds of rollouts: states change slowly, and rows cost bytes.
 
 
 class Sample(NamedTuple):
-    """Some states, and the parameters of the distributions of whoever acted in them.
+    """Some states, and the parameters of the action distributions in them.
 
     Attributes:
         observations: One array `[n, ...]` per leaf.
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
         return len(self.observations[0])
 
     def after(self, count: int, form: Form) -> Sample:
-        """Copy what comes after the first so many rows."""
+        """Copy all rows after the first `count`."""
         rows = np.arange(count, len(self))
         return Sample(
             [array[rows] for array in self.observations],
@@ -49,7 +49,7 @@ class Pool:
     """The newest samples of one version.
 
     Args:
-        form: What its distributions look like.
+        form: The form of the version's distributions.
     """
 
     def __init__(self, form: Form) -> None:
@@ -62,7 +62,7 @@ class Pool:
 
     @property
     def row_bytes(self) -> int:
-        """The size of one row; 0 if there is none."""
+        """The size of one row; 0 if the pool is empty."""
         if not self._samples:
             return 0
         sample = self._samples[0]
@@ -70,13 +70,13 @@ class Pool:
         return sum(array[:1].nbytes for array in [*sample.observations, *named])
 
     def add(self, sample: Sample, at_most: int) -> None:
-        """Add a sample, and forget the oldest rows if there are more than so many."""
+        """Add a sample, and drop the oldest rows beyond `at_most`."""
         self._samples.append(sample)
         self._num_rows += len(sample)
         self.trim(at_most)
 
     def trim(self, at_most: int) -> None:
-        """Forget the oldest rows if there are more than so many."""
+        """Drop the oldest rows beyond `at_most`."""
         while (excess := self._num_rows - at_most) > 0:
             oldest = self._samples.popleft()
             if len(oldest) > excess:
@@ -84,15 +84,15 @@ class Pool:
             self._num_rows -= min(excess, len(oldest))
 
     def diverges_from(self, newest: Policy, nest: Nest, measure: Measure = "kl") -> float:
-        """Estimate how far this version is from the newest, in nats; infinite if it is so in any state.
+        """Estimate the divergence of this version from the newest, in nats; infinite if it is in any state.
 
         Args:
             newest: Another version of the policy.
             nest: Turns leaves into observations as the policy takes them.
-            measure: What to compare by.
+            measure: How to measure the divergence.
 
         Raises:
-            PolicyError: The newest policy holds NaN, most likely because training has diverged; or it raised something.
+            PolicyError: The newest policy raised, or returned NaN, most likely because training has diverged.
         """
         merged = self._merge()
         found = distribution_of(newest, nest(merged.observations), merged.states or None)
@@ -101,7 +101,7 @@ class Pool:
         return measure_divergence(found.read(self._form.family, merged.arrays), found, measure)
 
     def _merge(self) -> Sample:
-        """Put all samples into one."""
+        """Merge all samples into one."""
         if len(self._samples) > 1:
             columns = zip(*(sample.observations for sample in self._samples), strict=True)
             first = self._samples[0]

@@ -1,7 +1,7 @@
-"""Probes: the rows of a rollout at which a policy says how its actions were distributed.
+"""Probes: the rows of a rollout for which a worker reports its policy's action distributions.
 
-A worker sends the parameters of its distributions at a few rows with what it made. The head has the observations of
-these rows: evaluating the newest policy on them shows how far the worker's is from it, without a message.
+With each rollout, a worker sends the parameters of its distributions at a few rows. The head has the observations of
+these rows: evaluating the newest policy on them shows how far the worker's has diverged, without another message.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from clusterenv.policy.policy import Policy, State, Tree, map_tree
 
 
 class Probes(NamedTuple):
-    """Parameters of a policy's action distributions, and where they were.
+    """Parameters of a policy's action distributions at some rows of a rollout.
 
     Attributes:
-        rows: Of what was made: step times the number of environments, plus the environment; ascending.
-        family: Of the distributions.
-        arrays: Their parameters: those that differ from state to state have a row for each of `rows`.
+        rows: The rows' numbers: step times the number of environments, plus the environment; ascending.
+        family: The family of the distributions.
+        arrays: Their parameters: those that differ from state to state have one row for each of `rows`.
         states: The recurrent state before each row, if the receiver does not have it.
     """
 
@@ -36,7 +36,7 @@ class Probes(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """What a policy's distributions look like, on however many states.
+    """What a policy's distributions look like, on any number of states.
 
     Attributes:
         model: A distribution on two states.
@@ -50,18 +50,18 @@ class Form:
 
     @classmethod
     def of(cls, policy: Policy, obs: Tree, state: State | None) -> Self | None:
-        """Find out by evaluating a policy on a state and on two; None if it has no distributions.
+        """Find the form by evaluating a policy on one state and on two; None if it has no distributions.
 
         Args:
-            policy: Any.
-            obs: One observation or more.
-            state: A recurrent state for each, if it has any.
+            policy: Any policy.
+            obs: One or more observations.
+            state: A recurrent state for each observation, if the policy has any.
 
         Raises:
-            PolicyError: It cannot be evaluated.
+            PolicyError: The policy cannot be evaluated.
         """
         one, two = (
-            distribution_of(policy, *take((obs, state), np.zeros(count, np.int64)))  # The first one, and that twice.
+            distribution_of(policy, *take((obs, state), np.zeros(count, np.int64)))  # The first state, once and twice.
             for count in (1, 2)
         )
         if one is None or two is None:
@@ -72,7 +72,7 @@ class Form:
 
     @property
     def row_bytes(self) -> int:
-        """What a worker sends for a row: the parameters, and which row it is."""
+        """The number of bytes a worker sends per row: the parameters and the row's number."""
         return 4 + sum(array[:1].nbytes for name, array in self.model.to_arrays()[1].items() if name in self.per_state)
 
     def pick(self, arrays: Mapping[str, Array], rows: NDArray[np.integer]) -> dict[str, Array]:
@@ -80,14 +80,14 @@ class Form:
         return {name: array[rows] if name in self.per_state else array for name, array in arrays.items()}
 
     def join(self, parts: list[dict[str, Array]]) -> dict[str, Array]:
-        """Put parameters on different states one after another; those that hold for all states are the first's."""
+        """Concatenate parameters on different states; those that hold for all states are taken from the first part."""
         return {
             name: np.concatenate([part[name] for part in parts]) if name in self.per_state else array
             for name, array in parts[0].items()
         }
 
     def check(self, family: str, arrays: Mapping[str, Array], count: int) -> None:
-        """Check what somebody else says are the parameters of such distributions on so many states.
+        """Check that received arrays are the parameters of such distributions on `count` states.
 
         Raises:
             PolicyError: They are not.
@@ -109,7 +109,7 @@ def distribution_of(policy: Policy, obs: Tree, state: State | None) -> Distribut
     """Evaluate the learner's policy; None if it has no distributions.
 
     Raises:
-        PolicyError: It raised something, most likely because training has diverged.
+        PolicyError: The policy raised, most likely because training has diverged.
     """
     try:
         return policy.distribution(obs, state)
@@ -130,10 +130,10 @@ def take(probed: tuple[Tree, State | None], rows: Any) -> tuple[Tree, State | No
 
 
 def spread(count: int, size: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Choose `count` of `size` things in a row, or all if there are fewer: a random one from each stretch of them."""
+    """Choose `count` of `size` indices, or all if there are fewer: one at random from each of `count` stretches."""
     if count >= size:
         return np.arange(size)
-    # The rounding keeps them apart: no two stretches share a number if they are at least 1 long.
+    # Rounding keeps the choices distinct: stretches of length 1 or more do not share an index.
     edges = np.arange(count + 1) * size // count
     chosen: NDArray[np.int64] = edges[:-1] + (rng.random(count) * np.diff(edges)).astype(np.int64)
     return chosen
@@ -145,17 +145,17 @@ def pack(probes: Probes) -> dict[str, Any]:
 
 
 def unpack(data: Any, form: Form, *, num_rows: int, at_most: int, states: Mapping[str, Array]) -> Probes:
-    """Read what a worker says of its probes.
+    """Read the probes that a worker has sent.
 
     Args:
-        data: What it sent, as plain data.
-        form: What the distributions must look like.
-        num_rows: Of what it made.
-        at_most: How many it was asked for.
-        states: The recurrent states that must come with them, of any number of rows.
+        data: What the worker sent, as plain data.
+        form: The form the distributions must have.
+        num_rows: The number of rows of the rollout.
+        at_most: How many probes the worker was asked for.
+        states: The recurrent states that must come with the probes, of any number of rows.
 
     Raises:
-        WireError: It is malformed, or holds what no distribution can.
+        WireError: The data is malformed, or not the parameters of valid distributions.
     """
     try:
         probes = Probes(**data)

@@ -1,7 +1,7 @@
 """Program: a policy's arithmetic as numpy operations over named arrays, for workers without a learning framework.
 
-An adapter records it from a network of known layers; a worker evaluates it. For a small network on a small batch it is
-also faster than the framework, most of whose time is the overhead of its calls.
+An adapter records the program from a network of known layers; a worker evaluates it. For a small network on a small
+batch this is also faster than the framework, which spends most of its time on call overhead.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from clusterenv.policy.policy import BasePolicy, Decision, State, Tree, draw
 from clusterenv.policy.weights import Weights, WeightsSpec
 
 CONSTANTS = "(constants)"
-"""The name, among the weights, of the numbers that a program's operations were written with."""
+"""The name, among the weights, of the array of plain numbers that a program's operations use."""
 
 Options: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 class Ref(NamedTuple):
-    """What an operation reads.
+    """A reference to what an operation reads.
 
     Attributes:
         source: "obs" (a leaf of the observations), "array", "constant" or "step".
-        key: Its number; the name of an array.
-        part: Which one, if that step has several results.
+        key: The number of the leaf, constant or step, or the name of the array.
+        part: Which result, if the step has several.
     """
 
     source: str
@@ -48,7 +48,7 @@ class Ref(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One operation; the values that are not arrays are its options."""
+    """One operation; arguments that are not arrays are its options."""
 
     name: str
     inputs: tuple[Ref, ...]
@@ -57,14 +57,14 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What is done to observations until a policy's action distribution and its extras are known.
+    """The operations that compute a policy's action distribution and its extras from observations.
 
     Attributes:
-        dtype: Observations are converted to it.
-        steps: In the order in which they are done; a step reads only earlier ones.
-        family: Of the distribution.
-        parameters: The distribution's, by name.
-        constants: The distribution's, that are the same for all observations.
+        dtype: The dtype to which observations are converted.
+        steps: The operations in order; a step reads only earlier ones.
+        family: The family of the distribution.
+        parameters: The distribution's parameters, by name.
+        constants: The distribution's parameters that are the same for all observations.
         extras: What else is returned: "value".
     """
 
@@ -77,11 +77,11 @@ class Program:
     nvec: tuple[int, ...] = ()
 
     def arrays(self) -> list[str]:
-        """Return the names of the arrays it reads."""
+        """Return the names of the arrays that the program reads."""
         return list(dict.fromkeys(ref.key for ref in self._refs() if ref.source == "array"))
 
     def only(self, extras: tuple[str, ...]) -> Program:
-        """Return a program that does no more than these extras need."""
+        """Return a program without the steps that only other extras need."""
         kept = tuple((name, ref) for name, ref in self.extras if name in extras)
         outputs = [ref for _, ref in (*self.parameters, *self.constants, *kept)]
         needed: set[int] = set()
@@ -139,7 +139,7 @@ class Evaluator:
         self.refresh()
 
     def refresh(self, arrays: Weights | None = None) -> None:
-        """Take note that the arrays have changed, or are others now."""
+        """Note that the arrays have changed, or replace them."""
         self._arrays = self._arrays if arrays is None else arrays
         numbers = self._arrays.get(CONSTANTS, np.zeros(0)).tolist()
         for (source, key), place in self._places.items():
@@ -192,7 +192,7 @@ class Evaluator:
         return self._base + index, operation, inputs, options
 
     def _is_ours_alone(self, ref: Ref, varying: set[int]) -> bool:
-        """Tell whether a result is new at every call, and read once, so that it may be overwritten."""
+        """Return whether a result is new at every call and read only once, so that it may be overwritten."""
         if ref.source != "step" or ref.key not in varying or ref.part is not None:
             return False
         uses = sum(other.source == "step" and other.key == ref.key for other in self._program._refs())
@@ -200,12 +200,12 @@ class Evaluator:
 
 
 class ProgramPolicy(BasePolicy):
-    """A policy that is a program and its arrays; what a worker has in place of a network.
+    """A policy that consists of a program and its arrays, which a worker has in place of a network.
 
     Args:
-        program: What it does.
-        spec: Of the arrays.
-        paths: How observations are nested: the way to each leaf.
+        program: The program.
+        spec: The spec of the arrays.
+        paths: The path to each leaf of the nested observations.
     """
 
     def __init__(self, program: Program, spec: WeightsSpec, paths: tuple[tuple[Any, ...], ...]) -> None:
@@ -230,12 +230,12 @@ class ProgramPolicy(BasePolicy):
         self._spec.check(weights)
         for name, array in self._arrays.items():
             np.copyto(array, weights[name])
-        with np.errstate(all="ignore"):  # Whatever weights hold: what comes of it is checked later.
+        with np.errstate(all="ignore"):  # Weights may hold anything; the results are checked later.
             self._evaluator.refresh()
 
 
 def leaves_of(obs: Any, paths: tuple[tuple[Any, ...], ...]) -> list[Any]:
-    """Return the arrays of nested observations, by the ways to them."""
+    """Return the arrays of nested observations at the given paths."""
     leaves = []
     for path in paths:
         part: Any = obs
@@ -246,7 +246,7 @@ def leaves_of(obs: Any, paths: tuple[tuple[Any, ...], ...]) -> list[Any]:
 
 
 def paths_of(obs: Tree) -> tuple[tuple[Any, ...], ...]:
-    """Return the way to each leaf of nested observations."""
+    """Return the path to each leaf of nested observations."""
     if isinstance(obs, dict):
         return tuple((key, *path) for key, part in obs.items() for path in paths_of(part))
     if isinstance(obs, tuple):
@@ -257,7 +257,7 @@ def paths_of(obs: Tree) -> tuple[tuple[Any, ...], ...]:
 def make_distribution(
     family: str, parameters: Mapping[str, Any], constants: Mapping[str, Any], nvec: tuple[int, ...] = ()
 ) -> Distribution:
-    """Make a distribution of its parameters, as the frameworks' own distributions have them."""
+    """Make a distribution from its parameters, in the form of the frameworks' own distributions."""
     match family:
         case "categorical":
             return Categorical(parameters["logits"])
@@ -274,13 +274,13 @@ def make_distribution(
     log_std = parameters["log_std"] if "log_std" in parameters else np.log(parameters["std"])
     if log_std.ndim == 1 and log_std.shape == parameters["mean"].shape:
         log_std = log_std[:, None]
-    if log_std.shape != mean.shape:  # The same for all states, most likely: one row of them is enough.
+    if log_std.shape != mean.shape:  # Most likely the same for all states: one row is enough.
         is_row = log_std.ndim < 2 or len(log_std) == 1
         log_std = log_std.reshape(-1) if is_row else log_std.reshape(len(mean), -1)
         if log_std.shape[-1] != mean.shape[1]:
             log_std = np.broadcast_to(log_std, mean.shape[1:] if is_row else mean.shape)
     elif (log_std == log_std[:1]).all():
-        log_std = log_std[0]  # So that head and worker agree, whichever way each of them came by it.
+        log_std = log_std[0]  # So that head and worker agree, however each of them obtained it.
     if family == "diagonal_gaussian":
         return DiagonalGaussian(mean, log_std)
     if family == "squashed_gaussian":
@@ -378,7 +378,7 @@ def _index(x: Array, index: Any) -> Array:
 
 
 def _thaw(index: Any) -> Any:
-    """Turn what stands for an index, such as ("slice", 0, 3, None), into it."""
+    """Turn the encoded form of an index, such as ("slice", 0, 3, None), back into the index."""
     if isinstance(index, tuple) and index and index[0] == "slice":
         return slice(*index[1:])
     if isinstance(index, tuple) and index and index[0] == "all":

@@ -19,25 +19,25 @@ log = logging.getLogger(__name__)
 
 _Found = TypeVar("_Found")
 
-NUM_ROWS = 64  # The mean over so many is within 13 % of the truth, and evaluating them costs little.
-_SHARE = 0.01  # Of the run's time: then versions are left out, rather than the run slowed down.
+NUM_ROWS = 64  # The mean over this many is within 13 % of the truth, and evaluating them costs little.
+_SHARE = 0.01  # Of the run's time: beyond it, versions are skipped rather than the run slowed down.
 _ALLOWANCE_S = 0.1  # The first evaluations take longer, and the first versions matter most.
 
 
 class Rehearsal:
-    """Applies the rule to one imagined worker, on the head alone: workers are asked for nothing.
+    """Applies the rule to one imagined worker, entirely on the head: real workers are not involved.
 
-    A policy that cannot be compared, or fails to be, ends the rehearsal and nothing else.
+    If a policy cannot be compared, or comparing it fails, only the rehearsal ends.
 
     Attributes:
-        rule: The one that is rehearsed.
-        num_versions: There were so many.
-        num_judged: So many of them were compared with what the imagined worker held.
-        num_pulls: It pulled so often.
+        rule: The rule that is rehearsed.
+        num_versions: The number of versions so far.
+        num_judged: How many of them were compared with the one that the imagined worker held.
+        num_pulls: How often the imagined worker pulled.
 
     Args:
         nest: Turns leaves into observations as the policy takes them.
-        clock: The time in seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, nest: Nest, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -55,20 +55,20 @@ class Rehearsal:
         self._tracker = self.rule.start()
 
     def estimate_check_bytes(self, num_workers: float, num_rows: float) -> float:
-        """Return about what real workers would have sent to be judged at each version.
+        """Estimate how many bytes real workers would have sent per version in order to be judged.
 
-        Those that pull the same version fill a pool together; those that keep an older one renew its pool.
+        Workers that pull the same version fill a pool together; those that keep an older one renew its pool.
 
         Args:
-            num_workers: How many they are.
-            num_rows: How many steps they make per version, all together.
+            num_workers: The number of workers.
+            num_rows: How many steps the workers make per version, all together.
         """
         share = self.num_pulls / self.num_versions
         wanted = POOL_ROWS * min(1.0, num_workers * share) + POOL_ROWS / RENEWAL * min(num_workers, 1 / share)
         return self._row_bytes * min(wanted, num_rows)
 
     def adopt(self, version: int) -> None:
-        """Note that workers were given another policy."""
+        """Note that the workers were given another policy."""
         self.num_versions += 1
         self.num_pulls += 1
         self._version, self._pool, self._form = version, None, None
@@ -90,17 +90,17 @@ class Rehearsal:
                 self._version, self._pool = version, None
 
     def wants_states_of(self, policy: Policy) -> bool:
-        """Whether `take` should be given states in which to compare this newest version with later ones."""
+        """Whether `take` should be given states on which to compare this newest version with later ones."""
         return self._pool is None and _leaves_no_trace(policy) and self._may_spend()
 
     def take(self, policy: Policy, version: int, leaves: Sequence[Array], states: State) -> None:
-        """Keep how the newest version acts in some states.
+        """Keep the newest version's action distributions in some states.
 
         Args:
             policy: The newest version.
             version: Its number.
             leaves: The observations, one array per leaf; they are kept.
-            states: The recurrent states, if it has any.
+            states: The recurrent states, if the policy has any.
         """
         self._pool = self._spend(lambda: self._fill(policy, list(leaves), states))
         self._version = version
@@ -126,7 +126,7 @@ class Rehearsal:
         try:
             with np.errstate(all="ignore"):
                 return work()
-        except Exception:  # The agent's own code, run for a figure in a sentence: that must not end the run.
+        except Exception:  # The agent's own code, run only for a figure in a message: it must not end the run.
             log.debug("what AdaptiveSync would save cannot be told", exc_info=True)
             self._is_over = True
             return None
@@ -135,5 +135,5 @@ class Rehearsal:
 
 
 def _leaves_no_trace(policy: Policy) -> bool:
-    """Whether a policy may be evaluated for a mere figure: a learner's own module may not."""
+    """Whether evaluating a policy has no side effects: the learner's own module may have some."""
     return bool(getattr(policy, "is_fast", True))

@@ -1,8 +1,8 @@
 """A policy's weights: named arrays, sent as one raw block of memory.
 
 Names, dtypes and shapes are agreed on once, with the agent's structure; after that a version is just bytes, encoded
-once however many workers pull it, and read without a copy. Arrays of floats may be sent as bfloat16: a float32 without
-its lower half, which is rounded when it is encoded and a float32 again when it is read.
+once however many workers pull it, and read without a copy. Arrays of floats may be sent as bfloat16, the upper half of
+a float32: they are rounded when encoded, and widened again when read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WeightSpec:
     name: str
     dtype: str  # In numpy's short form, including the byte order: "<f4".
     shape: tuple[int, ...]
-    is_rounded: bool = False  # Whether it is sent as bfloat16.
+    is_rounded: bool = False  # Whether the array is sent as bfloat16.
 
     def __post_init__(self) -> None:
         try:
@@ -49,7 +49,7 @@ class WeightSpec:
 
     @property
     def sent_dtype(self) -> np.dtype[Any]:
-        """What is sent."""
+        """The dtype in which the array is sent."""
         return _ROUNDED if self.is_rounded else np.dtype(self.dtype)
 
     @property
@@ -121,7 +121,7 @@ class WeightsSpec:
             )
 
     def encode(self, weights: Weights, out: Block | None = None) -> Block:
-        """Copy weights into `out`, or a new block of memory; the learner may change its own right afterwards.
+        """Copy weights into `out`, or a new block of memory; the learner may change the originals right afterwards.
 
         Raises:
             PolicyError: The weights do not match this spec, or `out` is not `size_bytes` long.
@@ -134,7 +134,7 @@ class WeightsSpec:
         return block
 
     def decode(self, block: bytes | bytearray | memoryview | Block) -> dict[str, Array]:
-        """Return the weights in a block, as read-only views into it; those that were rounded as arrays of their own.
+        """Return the weights in a block, as read-only views into it; those that were rounded, as new arrays.
 
         Raises:
             PolicyError: The block is not `size_bytes` long.
@@ -170,13 +170,13 @@ def _fits(spec: WeightSpec, array: Array | None) -> bool:
 
 
 def can_round(dtype: np.dtype[Any]) -> bool:
-    """Tell whether bfloat16 is a shorter form of this: of float32, and of float64."""
+    """Return whether arrays of this dtype, float32 or float64, can be rounded to bfloat16."""
     return dtype.kind == "f" and dtype.itemsize in (4, 8) and dtype.isnative
 
 
 def _round(array: Array) -> NDArray[np.uint16]:
-    """Round to the nearest bfloat16, and to the even one of two; NaN stays NaN."""
-    with np.errstate(over="ignore"):  # Of float64: what float32 cannot hold is infinite.
+    """Round to the nearest bfloat16, ties to even; NaN stays NaN."""
+    with np.errstate(over="ignore"):  # Float64 values beyond the range of float32 become infinite.
         floats = np.ascontiguousarray(array, np.float32)
     bits = floats.view(np.uint32)
     up = np.uint32((1 << (_HALF_BITS - 1)) - 1) + ((bits >> _HALF_BITS) & np.uint32(1))
@@ -187,6 +187,6 @@ def _round(array: Array) -> NDArray[np.uint16]:
 
 
 def _widen(rounded: NDArray[np.uint16], dtype: np.dtype[Any]) -> Array:
-    wide = np.asarray(rounded.astype(np.uint32) << _HALF_BITS)  # Of a single number, numpy makes a scalar.
+    wide = np.asarray(rounded.astype(np.uint32) << _HALF_BITS)  # For 0-d arrays numpy returns a scalar.
     array: Array = wide.view(np.float32).astype(dtype, copy=False)
     return array

@@ -1,4 +1,4 @@
-"""Dataset: writes the episodes of pieces as Minari has them. `clusterenv.recording.merging` runs it as a process."""
+"""Dataset: writes the episodes of pieces as a Minari dataset; `clusterenv.recording.merging` runs it as a process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write(pieces: Sequence[Piece], place: Path, dataset_id: str) -> dict[str, in
 
 
 def _find_episodes(pieces: Sequence[Piece]) -> tuple[list[Episode], int]:
-    """Return the episodes of all runs, and how many steps belong to none that is whole."""
+    """Return the episodes of all runs, and how many steps were left out."""
     runs: dict[str, list[Piece]] = {}
     for piece in pieces:
         runs.setdefault(piece.about["run"], []).append(piece)
@@ -48,7 +48,7 @@ def _find_episodes(pieces: Sequence[Piece]) -> tuple[list[Episode], int]:
     for parts in runs.values():
         finder = EpisodeFinder()
         episodes: list[Episode] = []
-        # What one worker has written of a rollout before it was lost comes before what the next has made of it.
+        # What a worker wrote of a rollout before it was lost comes before what its replacement wrote.
         parts.sort(key=lambda piece: int(piece.about.get("incarnation", 0)))
         for record in heapq.merge(*(piece.records() for piece in parts), key=_number):
             episodes += finder.add(record)
@@ -69,7 +69,7 @@ def _write(place: Path, dataset_id: str, about: Mapping[str, Any], episodes: Seq
 
     spaces = [deserialize_space(about[name]) for name in ("observation_space", "action_space")]
     spec = None if about["env_spec"] is None else EnvSpec.from_json(about["env_spec"])
-    # Not as JPEG: what is learned from must be what was seen.
+    # Not as JPEG, which is lossy.
     storage = MinariStorage.new(place, *spaces, env_spec=spec, data_format="hdf5", jpeg_encoding=False)
     storage.update_metadata(
         {
@@ -83,7 +83,7 @@ def _write(place: Path, dataset_id: str, about: Mapping[str, Any], episodes: Seq
 
 
 def _buffers(episodes: Iterable[Episode], observations: Layout, actions: Layout) -> Iterator[Any]:
-    """Yield the episodes as Minari takes them, one after another: only one is in memory."""
+    """Yield the episodes in Minari's form, one at a time, so that only one is in memory."""
     from minari.data_collector import EpisodeBuffer
 
     for episode in episodes:
@@ -110,19 +110,19 @@ def _metadata(episode: Episode) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write a dataset: its directory and id, and the pieces, are the arguments; what it holds goes to the output."""
+    """Write a dataset, given its directory, id and pieces as arguments, and print its counts as JSON."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     place, dataset_id, *paths = sys.argv[1:]
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):  # Where there is no limit, none can be set.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Each worker of a run has left a piece.
+    with contextlib.suppress(ValueError, OSError):  # If there is no limit, none can be set.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # There is one piece per worker of a run.
     try:
         counts = write([Piece(Path(path)) for path in paths], Path(place), dataset_id)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other process says it to the user
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent process shows it to the user
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.stderr.flush()
-        os._exit(1)  # At an ordinary end HDF5 tries once more to write what could not be written.
-    sys.stdout.write(f"\n{json.dumps(counts)}\n")  # On a line of its own: what is imported may print, too.
+        os._exit(1)  # At a normal exit HDF5 would try again to write what could not be written.
+    sys.stdout.write(f"\n{json.dumps(counts)}\n")  # On a separate line: imported modules may print, too.
 
 
 if __name__ == "__main__":

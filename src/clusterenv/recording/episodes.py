@@ -1,4 +1,4 @@
-"""Episodes: finds whole episodes in recorded rollouts, across their borders."""
+"""Episodes: finds whole episodes in recorded rollouts, across rollout boundaries."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Part(NamedTuple):
     stop: int
 
     def steps(self, group: str, name: str) -> NDArray[Any]:
-        """Return what an array has for these steps."""
+        """Return these steps of an array."""
         return self.record.arrays[group][name][self.first : self.stop, self.column]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Episode:
-    """An episode of one environment, in the parts that rollouts have of it.
+    """An episode of one environment, in parts from one or more rollouts.
 
     Attributes:
-        seed: What it was reset with; None if it had no seed, or that is not known.
-        cut: Why it does not go on although it has not ended: "worker lost", "interrupted" (its environment was reset,
+        seed: The seed the episode was reset with; None if there was none, or it is unknown.
+        cut: Why the episode stops although it has not ended: "worker lost", "interrupted" (its environment was reset,
             or stepped in a way that was not recorded) or "recording ended". None if it has ended.
-        error: What its environment raised, if that ended it.
+        error: What the environment raised, if that ended the episode.
     """
 
     env_index: int
@@ -48,7 +48,7 @@ class Episode:
 
     @property
     def order(self) -> tuple[int, int, int, int]:
-        """When it ended: by the number of the rollout, the environment's columns in it, the step, the environment."""
+        """A sort key for when it ended: the rollout's number, the environment's columns in it, the step, the index."""
         last = self.parts[-1]
         notes = last.record.notes
         num_before = int(np.count_nonzero(notes["env_indices"][: last.column] == self.env_index))
@@ -56,7 +56,7 @@ class Episode:
 
     @property
     def extras(self) -> list[str]:
-        """What the policy returned besides actions at every step: another one may have taken over on the way."""
+        """The names of the policy's outputs, besides actions, at every step: the policy may have changed on the way."""
         forms = [
             {name: (array.dtype, array.shape[2:]) for name, array in part.record.arrays.get("extras", {}).items()}
             for part in self.parts
@@ -68,7 +68,7 @@ class Episode:
         return np.concatenate([part.steps(group, name) for part in self.parts])
 
     def observations(self, name: str) -> NDArray[Any]:
-        """Return a leaf of the observations, `[T + 1, ...]`, with the one that the last action has led to."""
+        """Return a leaf of the observations, `[T + 1, ...]`, including the one that the last action led to."""
         last = self.parts[-1]
         arrays = last.record.arrays
         final_index = last.record.finals.get((last.stop - 1, last.column))
@@ -81,7 +81,7 @@ class Episode:
         return np.concatenate([*(part.steps("obs", name) for part in self.parts), final[None]])
 
     def provenance(self, name: str) -> NDArray[Any]:
-        """Return what is noted once per rollout and environment, for each step."""
+        """Return a note that exists once per rollout and environment, repeated for each step."""
         return np.concatenate(
             [np.repeat(part.record.notes[name][part.column], part.stop - part.first) for part in self.parts]
         )
@@ -89,13 +89,13 @@ class Episode:
 
 @dataclass(eq=False)
 class _Open:
-    """The episode an environment is in.
+    """The current episode of an environment.
 
     Attributes:
-        life: Of the process that counts.
-        number: Of the episode.
-        length: Steps that were taken; -1 if nobody knows.
-        is_whole: Whether all of them are here.
+        life: The number of the process that runs the environment.
+        number: The number of the episode in that process.
+        length: How many steps were taken; -1 if that is unknown.
+        is_whole: Whether all of these steps were recorded.
     """
 
     life: int
@@ -107,15 +107,15 @@ class _Open:
 
     @property
     def place(self) -> tuple[int, float]:
-        """How far the process has come; once steps were missed, the rest of an episode is not counted."""
+        """How far the process has come; if steps were missed, the rest of the episode is not counted."""
         return self.number, self.length if self.length >= 0 else math.inf
 
 
 class EpisodeFinder:
-    """Goes through the records of one run, in their order.
+    """Goes through the records of one run, in order.
 
     Attributes:
-        num_left_out: Steps of episodes whose beginning is not there, or that were recorded before.
+        num_left_out: The number of steps of episodes whose beginning is missing, or that were recorded before.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class EpisodeFinder:
         self._open: dict[int, _Open] = {}
 
     def add(self, record: Record) -> Iterator[Episode]:
-        """Take the next record; yields the episodes that ended in it, or were cut before it."""
+        """Take the next record; yield the episodes that ended in it, or were cut before it."""
         for column, env_index in enumerate(record.notes["env_indices"].tolist()):
             yield from self._add_column(record, column, env_index)
 
@@ -138,7 +138,7 @@ class EpisodeFinder:
         current = self._open.get(env_index)
         if current is not None and current.life == start.life:
             if start.place < current.place:
-                self.num_left_out += int(np.count_nonzero(valid))  # It was added twice.
+                self.num_left_out += int(np.count_nonzero(valid))  # The record was added twice.
                 return
             if start.place == current.place:
                 start = current
@@ -158,7 +158,7 @@ class EpisodeFinder:
             first = stop
 
     def _take(self, record: Record, column: int, first: int, stop: int, valid: NDArray[np.bool_]) -> None:
-        """Add steps to the episode that is open: those in which an action was taken, which follow one another."""
+        """Add the steps in which an action was taken, which are consecutive, to the current episode."""
         taken = np.flatnonzero(valid[first:stop])
         if not len(taken):
             return

@@ -1,4 +1,4 @@
-"""Merging: from pieces to a Minari dataset, in a process of its own."""
+"""Merging: makes a Minari dataset from pieces, in a separate process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SAME = ("observation_space", "action_space", "env_spec")
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A dataset that was made.
+    """A finished dataset.
 
     Attributes:
-        path: Its directory.
-        dataset_id: What `minari.load_dataset` calls it.
-        num_cut: Episodes that had not ended, and are marked as truncated.
-        num_left_out: Steps of episodes whose beginning was not recorded.
+        path: The dataset's directory.
+        dataset_id: The id for `minari.load_dataset`.
+        num_cut: The number of episodes that had not ended, and are marked as truncated.
+        num_left_out: The number of steps left out because their episode's beginning was not recorded.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class Recording:
     num_left_out: int
 
     def __str__(self) -> str:
-        """Say it in a sentence."""
+        """Summarise the dataset in a sentence."""
         cut = f", {self.num_cut} of them cut short" if self.num_cut else ""
         left = f"; {self.num_left_out} steps of episodes whose beginning is missing were left out"
         return (
@@ -54,17 +54,17 @@ class Recording:
 
 
 def merge(pieces: Sequence[Path], out: Path) -> Recording:
-    """Make a Minari dataset of all episodes in the pieces; the pieces stay.
+    """Make a Minari dataset from all episodes in the pieces; the pieces are kept.
 
-    Episodes of one run are in the order in which they ended, and runs in the order of their pieces.
+    The episodes of a run are in the order in which they ended, and runs are in the order of their pieces.
 
     Args:
         pieces: Files, or directories that are searched for them.
         out: The dataset's directory, named as Minari names datasets: `expert-v0`.
 
     Raises:
-        ConfigError: There is something at `out` already, or its name is not a dataset's.
-        RecordingError: A piece cannot be read, or the dataset not written. Then there is none.
+        ConfigError: `out` already exists, or is not a valid dataset name.
+        RecordingError: A piece cannot be read, or the dataset cannot be written. No partial dataset is left.
     """
     check_installed()
     out = out.expanduser().resolve()  # Minari joins a relative path to itself.
@@ -75,7 +75,7 @@ def merge(pieces: Sequence[Path], out: Path) -> Recording:
     _check_alike(map(Piece, found))
     partial = out / "data.partial"
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # Of a merge that was interrupted.
+        shutil.rmtree(partial, ignore_errors=True)  # Left by an interrupted merge.
         partial.mkdir(parents=True)
         counts = _write_apart(found, partial, dataset_id)
         os.rename(partial, out / "data")
@@ -93,9 +93,9 @@ def merge(pieces: Sequence[Path], out: Path) -> Recording:
 def check_installed() -> None:
     """Raise ConfigError if Minari is not installed, or not completely."""
     try:
-        import h5py  # noqa: F401 - Minari imports it when it is too late.
+        import h5py  # noqa: F401 - Minari imports it too late.
         import minari  # noqa: F401
-        import PIL  # noqa: F401 - as h5py
+        import PIL  # noqa: F401 - like h5py
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"Recording needs Minari with HDF5, but there is no {error.name}: pip install 'clusterenv-rl[minari]'."
@@ -103,10 +103,10 @@ def check_installed() -> None:
 
 
 def check_path(out: Path) -> str:
-    """Return what Minari calls a dataset in this directory.
+    """Return Minari's id for a dataset in this directory.
 
     Raises:
-        ConfigError: Minari could not.
+        ConfigError: The directory's name is not a valid dataset name.
     """
     from minari.dataset.minari_dataset import parse_dataset_id
 
@@ -127,7 +127,7 @@ def describe_space(space: Space[Any], what: str) -> str:
     """Return a space as Minari writes it.
 
     Raises:
-        ConfigError: Minari cannot hold it.
+        ConfigError: Minari cannot represent the space.
     """
     from minari.serialization import deserialize_space, serialize_space
 
@@ -179,10 +179,10 @@ def _check_alike(pieces: Iterator[Piece]) -> None:
 
 
 def _write_apart(pieces: Sequence[Path], place: Path, dataset_id: str) -> dict[str, int]:
-    """Write the dataset in another process: HDF5 may take its process with it where a disk is full.
+    """Write the dataset in another process: HDF5 may crash its process when a disk is full.
 
     Raises:
-        OSError: It was not written.
+        OSError: The dataset was not written.
     """
     command = [sys.executable, "-m", "clusterenv.recording.dataset", str(place), dataset_id, *map(str, pieces)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

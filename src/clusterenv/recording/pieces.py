@@ -1,8 +1,8 @@
-"""Pieces: files that rollouts are appended to while a run goes on, readable up to the last whole record at any time.
+"""Pieces: files to which rollouts are appended during a run, readable up to the last whole record at any time.
 
-A piece is a row of records: a header of fixed size (`_HEADER`), a head (`wire.values`) that says what the record holds
-and names its arrays, the arrays' bytes, and `_END`. The first record tells of the run. A record that was cut off by a
-crash has no end where its header says; all that was written before it counts.
+A piece is a sequence of records: a header of fixed size (`_HEADER`), a head (`wire.values`) with the record's notes and
+the names of its arrays, the arrays' bytes, and `_END`. The first record describes the run. A record that was cut off by
+a crash has no `_END` where its header says; all records before it are valid.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from clusterenv.wire.spaces import checked_dtype, checked_shape
 SUFFIX = ".piece"
 FORMAT = 1
 PROVENANCE = {"policy_version": "versions", "policy_age": "ages", "policy_divergence": "divergences"}
-"""What a dataset calls the notes that say which policy has acted."""
+"""The notes about the policy that acted, by the names they have in a dataset."""
 
 Arrays = dict[str, dict[str, NDArray[Any]]]
 
 _HEADER = struct.Struct("<8sIIQ")  # a marker, the head's checksum, the sizes of head and arrays
 _MARKER, _END = b"CEPIECE1", b"CERECEND"
-_MAX_PARTS = 1000  # The system takes 1,024 at once.
+_MAX_PARTS = 1000  # The operating system takes 1,024 at once.
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Record:
-    """Steps of some environments, as one rollout has them: arrays `[T, N, ...]`.
+    """The steps of some environments from one rollout: arrays `[T, N, ...]`.
 
     Attributes:
-        notes: What is said of it as a whole, and of each column; see `describe`.
-        arrays: By group ("obs", "actions", "extras", ...), then by name: a leaf's place in its space, an extra's name.
+        notes: The metadata of the rollout and of each column; see `describe`.
+        arrays: By group ("obs", "actions", "extras", ...), then by name: a leaf's path in its space, an extra's name.
     """
 
     notes: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Record:
 
     @cached_property
     def finals(self) -> dict[tuple[int, int], int]:
-        """Which of the final observations is that of an episode which ended at this step, in this column."""
+        """The index of the final observation of the episode that ended at a given step and column."""
         places = zip(self.notes["final_steps"].tolist(), self.notes["final_columns"].tolist(), strict=True)
         return {place: index for index, place in enumerate(places)}
 
@@ -67,13 +67,13 @@ def describe(
     ends: Iterable[tuple[int, int, Mapping[str, Any]]],
     **columns: NDArray[Any],
 ) -> dict[str, Any]:
-    """Return what is noted of a rollout.
+    """Return a rollout's metadata.
 
     Args:
-        number: Of the rollout in the recording.
+        number: The number of the rollout in the recording.
         env_indices: The environment of each column.
-        ends: Of each episode that finished: its last step, its column, and the info of that step.
-        columns: `lives`, `episodes`, `steps` and `seeds`, as `rollout.Positions` has them; `versions`, `ages` and
+        ends: For each episode that finished: its last step, its column, and the info of that step.
+        columns: `lives`, `episodes`, `steps` and `seeds`, as in `rollout.Positions`; `versions`, `ages` and
             `divergences`, likewise per column; `final_steps` and `final_columns`, of the final observations.
     """
     errors = {f"{step} {column}": str(info["env_error"]) for step, column, info in ends if "env_error" in info}
@@ -81,24 +81,24 @@ def describe(
 
 
 def check_extras(names: Iterable[str]) -> None:
-    """Raise ConfigError if something that a policy returns cannot be recorded by its name."""
+    """Raise ConfigError if one of the policy's outputs has a name under which it cannot be recorded."""
     if bad := [name for name in names if name in PROVENANCE or not name.strip(".") or "/" in name]:
         raise ConfigError(f"The policy's {bad[0]!r} cannot be recorded by that name: give it another.")
 
 
 def open_piece(path: Path, name: str, about: Mapping[str, Any]) -> PieceWriter:
-    """Begin a piece of a dataset that is not there yet.
+    """Begin a piece of a dataset that does not exist yet.
 
     Args:
-        path: The dataset's directory. Nothing may be there but pieces of the same run.
-        name: Of the piece; it begins with the run's.
-        about: The run: what the first record tells.
+        path: The dataset's directory, which may hold nothing but pieces of the same run.
+        name: The name of the piece, which begins with the run's.
+        about: The description of the run, for the first record.
 
     Raises:
-        ConfigError: There is something already, or it cannot be written there.
+        ConfigError: The directory holds something else, or cannot be written to.
     """
     pieces = path / "pieces"
-    with contextlib.suppress(OSError):  # Whatever is the matter, it is said when the directory is made.
+    with contextlib.suppress(OSError):  # Any problem is reported when the directory is made.
         if (path / "data").exists():
             raise ConfigError(
                 f"There is a dataset at {path} already, and it is not overwritten. Choose another name or version, or "
@@ -127,11 +127,11 @@ class PieceWriter:
         """Make the file.
 
         Args:
-            path: There must be no such file yet.
-            about: The run: what the first record tells.
+            path: The path of the file, which must not exist yet.
+            about: The description of the run, for the first record.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The file cannot be made.
         """
         self.path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -144,20 +144,20 @@ class PieceWriter:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be written any more."""
+        """Whether the file is closed."""
         return self._descriptor < 0
 
     def append(self, notes: Mapping[str, Any], arrays: Arrays) -> None:
-        """Write a record. The system has all of it when this returns, whatever becomes of the process.
+        """Write a record; once this returns, the operating system has all of it, whatever becomes of the process.
 
         Raises:
-            OSError: It cannot be written; the file is as it was before.
+            OSError: The record cannot be written; the file is unchanged.
         """
         named = [(group, name, array) for group, members in arrays.items() for name, array in members.items()]
         specs = [[group, name, array.dtype.str, list(array.shape)] for group, name, array in named]
         head = values.dumps({"notes": dict(notes), "arrays": specs})
         header = _HEADER.pack(_MARKER, zlib.crc32(head), len(head), sum(array.nbytes for *_, array in named))
-        # As bytes: a view of a flag or a scalar is not one that can be cut.
+        # As bytes: a memoryview of a flag or a scalar cannot be sliced.
         body = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for *_, array in named if array.nbytes]
         start = os.lseek(self._descriptor, 0, os.SEEK_CUR)
         try:
@@ -168,7 +168,7 @@ class PieceWriter:
             raise
 
     def close(self) -> None:
-        """Close the file; again does nothing."""
+        """Close the file; further calls do nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -184,10 +184,10 @@ class PieceWriter:
 
 
 class Piece:
-    """A piece that is being read. Its arrays are read from the disk when they are looked at.
+    """A piece that is being read; its arrays are read from disk only when they are accessed.
 
     Attributes:
-        about: What the first record tells of the run.
+        about: The description of the run, from the first record.
         lost_bytes: The size of what follows the last whole record.
     """
 
@@ -195,7 +195,7 @@ class Piece:
         """Open a piece.
 
         Raises:
-            RecordingError: It cannot be read, or is none.
+            RecordingError: The file cannot be read, or is not a piece.
         """
         self.path = path
         try:
@@ -226,7 +226,7 @@ class Piece:
         self.lost_bytes = len(self._bytes) - offset
 
     def _read(self, offset: int) -> Record | None:
-        """Return the record that begins here, or None if there is no whole one; note where it ends."""
+        """Return the record that begins at this offset, or None if there is no whole one; note where it ends."""
         if len(self._bytes) - offset < _HEADER.size:
             return None
         marker, checksum, head_bytes, body_bytes = _HEADER.unpack_from(self._bytes, offset)

@@ -1,4 +1,4 @@
-"""Recorder: takes the rollouts of a run, and makes a Minari dataset of their episodes."""
+"""Recorder: takes the rollouts of a run and makes a Minari dataset from their episodes."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ log = logging.getLogger(__name__)
 class Recorder:
     """Writes rollouts to disk as they are made, and at the end a Minari dataset of whole episodes.
 
-    Episodes go on from one rollout to the next, so give it every rollout, in the order in which they came:
+    Episodes continue from one rollout to the next, so give the recorder every rollout, in the order received:
 
         with Recorder(envs, "datasets/lander/expert-v0") as recorder:
             for rollout in envs.stream(agent, num_steps=128):
                 recorder.add(rollout)
                 learn(rollout)
 
-    Use it in a `with` block, or call `close`. Until then, what was added is in the directory's `pieces`; after a crash
-    `clusterenv merge` makes the dataset of them.
+    Use it in a `with` block, or call `close`. Until then, the data is in the directory's `pieces`; after a crash,
+    `clusterenv merge` makes the dataset from them.
 
-    With `where="worker"` the workers write what `collect` lets them make, each on its own machine, and it stays there:
+    With `where="worker"`, each worker writes its part of the rollouts of `collect` on its own machine, where it stays:
 
         with Recorder(envs, "/local/lander/expert-v0", where="worker") as recorder:
             for _ in range(100):
                 recorder.collect(agent, num_steps=1000)
-        print(recorder.pieces)  # For `clusterenv merge`, once they are in one place.
+        print(recorder.pieces)  # Copy them to one place, then run `clusterenv merge`.
 
     Attributes:
         path: The dataset's directory.
@@ -62,13 +62,14 @@ class Recorder:
         """Begin to record.
 
         Args:
-            envs: Whose rollouts they are. They are asked what they are, which ends a stream.
-            path: The dataset's directory, which must not exist or be empty. Its last part is a name as Minari has them:
-                `expert-v0`.
-            where: "worker" lets workers write to this directory of their machines, and needs nothing on this one.
+            envs: The ClusterEnv whose rollouts are recorded. It is asked for its environments' spec, which ends a
+                stream.
+            path: The dataset's directory, which must be empty or not exist. Its last part is a Minari dataset name,
+                such as `expert-v0`.
+            where: "worker" makes workers write to this directory on their own machines; nothing is written on this one.
 
         Raises:
-            ConfigError: Minari is not installed, or cannot hold these environments' spaces; or the path is not good.
+            ConfigError: Minari is not installed, or cannot hold these environments' spaces; or the path is not valid.
         """
         check_installed()
         if not isinstance(envs, ClusterEnv):
@@ -98,11 +99,11 @@ class Recorder:
         self._finalizer = weakref.finalize(self, _leave, self._writer, self.path)
 
     def add(self, rollout: Rollout) -> None:
-        """Record a rollout. The system has it when this returns, and writes it to the disk in the background.
+        """Record a rollout; the operating system may still be writing it to disk when this returns.
 
         Raises:
-            RecordingError: It cannot be written, such as to a full disk. All that was added before is there, and the
-                recorder can be closed as usual; the run may go on, and later rollouts may be added.
+            RecordingError: The rollout cannot be written, for instance because the disk is full. Rollouts added before
+                are safe, the recorder can be closed as usual, and later rollouts may be added.
         """
         self._check_open()
         if self._writer is None:
@@ -121,31 +122,32 @@ class Recorder:
         self._num_added += 1
 
     def collect(self, agent: Any, num_steps: int, *, values: Mapping[str, Any] | None = None) -> Episodes:
-        """Make a rollout and record it, for those who want the dataset only.
+        """Make a rollout and record it, for those who want only the dataset.
 
-        With `where="worker"` it stays with the workers, who make it with the agent's newest weights, whatever the sync
-        rule says.
+        With `where="worker"` the rollout stays with the workers, who make it with the agent's newest weights, whatever
+        the sync rule says.
 
         Args:
             agent: As for `ClusterEnv.rollout`.
-            num_steps: T.
+            num_steps: The number of steps per environment, T.
             values: Per-call values for the policy.
 
         Returns:
-            The episodes that finished in it.
+            The episodes that finished during the rollout.
 
         Raises:
-            RecordingError: It cannot be written, here or by a worker, such as to a full disk; see `add`. What other
-                workers have made is recorded.
-            PolicyError: As `ClusterEnv.rollout` raises it.
-            WorkerFailed: Likewise.
+            RecordingError: The head or a worker cannot write the rollout, for instance because the disk is full; see
+                `add`. The other workers' parts are recorded.
+            PolicyError: As for `ClusterEnv.rollout`.
+            WorkerFailed: As for `ClusterEnv.rollout`.
         """
         self._check_open()
         if self._writer is not None:
             rollout = self._envs.rollout(agent, num_steps, values=values)
             self.add(rollout)
             return rollout.episodes
-        number, self._num_added = self._num_added, self._num_added + 1  # Also if it fails: others may have recorded it.
+        # Counted even if this fails: other workers may have recorded their part.
+        number, self._num_added = self._num_added, self._num_added + 1
         episodes, pieces, failure = self._envs._record(agent, num_steps, values, number)
         self.pieces += [piece for piece in pieces if piece not in self.pieces]
         if failure is not None:
@@ -153,17 +155,17 @@ class Recorder:
         return episodes
 
     def close(self) -> Recording | None:
-        """Make the dataset; again does nothing.
+        """Make the dataset; further calls do nothing.
 
-        Episodes that have not ended are marked as truncated, and their metadata has `cut`. With `where="worker"` the
-        files are complete, and `clusterenv merge` makes the dataset of them.
+        Episodes that have not ended are marked as truncated, with `cut` in their metadata. With `where="worker"` only
+        the workers' files are completed, and `clusterenv merge` makes the dataset from them.
 
         Returns:
             What the dataset holds; None with `where="worker"`.
 
         Raises:
-            RecordingError: The dataset could not be written; the pieces stay, and the error says how to go on. Or it
-                was written, but the pieces cannot be deleted.
+            RecordingError: The dataset could not be written; the pieces are kept, and the error says how to proceed. Or
+                the dataset was written, but the pieces cannot be deleted.
         """
         if self._writer is None:
             if not self._is_closed:
@@ -193,7 +195,7 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it; an error of the block's own is not hidden by one of the disk's."""
+        """Close the recorder; an error raised in the block is not hidden by a failure to write."""
         try:
             self.close()
         except (RecordingError, ConfigError) as failure:
@@ -206,7 +208,7 @@ class Recorder:
             raise ConfigError("This recorder is closed. Another one needs another path.")
 
     def _read(self, rollout: Rollout) -> tuple[dict[str, Any], dict[str, dict[str, NDArray[Any]]]]:
-        """Return what is noted of a rollout, and its arrays."""
+        """Return a rollout's metadata and its arrays."""
         if not isinstance(rollout, Rollout):
             raise ConfigError(f"add() takes rollouts of envs.rollout and envs.stream, got {type(rollout)}.")
         if not isinstance(rollout.rewards, np.ndarray):
@@ -217,7 +219,7 @@ class Recorder:
         observations, actions = self._layouts
         positions = rollout.positions
         finals = rollout.finals
-        if rollout.autoreset_mode is not AutoresetMode.SAME_STEP:  # Else they are the observations that follow.
+        if rollout.autoreset_mode is not AutoresetMode.SAME_STEP:  # Otherwise they are the observations that follow.
             none = np.zeros(0, np.int64)
             finals = Finals(map_tree(lambda part: part[none], finals.obs), none, none)
         ended = rollout.episodes
@@ -258,13 +260,13 @@ def _ask_spec(envs: ClusterEnv) -> EnvSpec | None:
 
 
 def _leave(writer: PieceWriter, path: Path) -> None:
-    """End the recording of somebody who did not close it."""
+    """End a recording whose recorder was not closed."""
     writer.close()
     log.warning("a recorder was not closed; to have its dataset: clusterenv merge %s --out %s", path, path)
 
 
 def _leaves(layout: Layout, tree: Any, what: str) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a tree by their places in it."""
+    """Return the arrays of a tree, keyed by their paths."""
     try:
         parts = layout.flatten(tree)
     except (KeyError, IndexError, TypeError) as error:

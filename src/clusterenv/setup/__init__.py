@@ -1,1 +1,1 @@
-"""From a user's arguments to running workers."""
+"""Turns a user's arguments into running workers."""

@@ -1,4 +1,4 @@
-"""Descriptors: whether this process may open as many files and connections as its workers take."""
+"""Descriptors: makes sure that this process may open as many files and connections as its workers need."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from clusterenv.errors import LaunchError
 
 log = logging.getLogger(__name__)
 
-_OWN = 64  # For what a learner opens meanwhile: logs, checkpoints, data.
+_OWN = 64  # For what a learner opens itself: logs, checkpoints, data.
 _LEAST = 2  # Per worker: its connection and its log.
-_MOST = (
-    8  # Per worker on this machine: shared memory of steps, of rollouts and of streams, and a handle of its process.
-)
+_MOST = 8  # Per worker on this machine: shared memory for steps, rollouts and streams, and a handle on its process.
 
 
 def allow_descriptors(num_workers: int) -> None:
-    """Raise this process's own limit on open files if so many workers may need it.
+    """Raise this process's limit on open files if this many workers may need it.
 
     Raises:
-        LaunchError: They need more than the machine allows: some would fail to join, and others be lost in mid-run.
+        LaunchError: The workers need more than the machine allows: some would fail to join, or be lost mid-run.
     """
     if sys.platform == "win32":
         return
@@ -33,8 +31,8 @@ def allow_descriptors(num_workers: int) -> None:
     used = _count_open()
     if most < used + _OWN + _LEAST * num_workers:
         raise LaunchError(
-            f"{num_workers} workers take at least {_LEAST * num_workers} open files and connections here, beside the "
-            f"{used} that are open, and this process may have {most} (`ulimit -Hn`). Ask for fewer workers with more "
+            f"{num_workers} workers take at least {_LEAST * num_workers} open files and connections here, besides the "
+            f"{used} already open, and this process may have {most} (`ulimit -Hn`). Ask for fewer workers with more "
             "environments each, or have the limit raised: LimitNOFILE= of a service, /etc/security/limits.conf, or "
             "`ulimit -n` of root."
         )

@@ -1,4 +1,4 @@
-"""Factories: what a user may pass as `env`, turned into something workers can make environments with."""
+"""Factories: turns what a user may pass as `env` into factories that workers make environments with."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _EXAMPLE = '{"gravity": 9.0}'
 class NativeVector:
     """Runs a native vector environment on each worker, as large as the worker's shard.
 
-    Results then depend on how that environment uses its seed: many (Gymnasium's own CartPole among them) draw all their
-    sub-environments from one generator, so a different number of workers gives different episodes.
+    Results then depend on how that environment uses its seed: many (including Gymnasium's own CartPole) use one random
+    generator for all sub-environments, so a different number of workers gives different episodes.
     """
 
     def __init__(self, env: str | EnvSpec | Callable[[int], VectorEnv[Any, Any, Any]], **kwargs: Any) -> None:
@@ -41,14 +41,14 @@ class NativeVector:
         Args:
             env: An id or spec with a `vector_entry_point`; or a callable that takes the number of environments and
                 returns a `VectorEnv` of that size.
-            kwargs: For an id or spec: passed to its vector implementation.
+            kwargs: Passed to the vector implementation of an id or spec.
         """
         if isinstance(env, str | EnvSpec):
             spec = gym.spec(env) if isinstance(env, str) else env
             if spec.vector_entry_point is None:
                 raise ConfigError(
                     f"{spec.id} has no vector implementation (its spec has no vector_entry_point). "
-                    f"Pass the id itself, ClusterEnv({spec.id!r}, ...), to run one environment beside the other."
+                    f"Pass the id itself, ClusterEnv({spec.id!r}, ...), to run single environments side by side."
                 )
             self.spec: EnvSpec | None = spec
             self.make: VectorFactory = functools.partial(_make_native, _portable(spec), kwargs)
@@ -69,9 +69,9 @@ class Factories:
     """How to make the environments of a run.
 
     Attributes:
-        plain: One factory an environment; None if they are native.
-        native: Makes a vector environment of a given size; None if they are plain.
-        spec: What was asked for by id or spec, if it was.
+        plain: One factory per environment; None if environments are native.
+        native: Makes a vector environment of a given size; None if environments are plain.
+        spec: The spec, if the user gave an id or a spec.
     """
 
     plain: list[EnvFactory] | None
@@ -80,7 +80,7 @@ class Factories:
     spec: EnvSpec | None
 
     def for_shard(self, start: int, stop: int) -> list[EnvFactory] | VectorFactory:
-        """Return what makes the environments of one shard."""
+        """Return the factories, or the native factory, of one shard's environments."""
         if self.plain is not None:
             return self.plain[start:stop]
         assert self.native is not None
@@ -94,10 +94,10 @@ def resolve(
     render_mode: str | None = None,
     wrappers: Sequence[EnvWrapper] | None = None,
 ) -> Factories:
-    """Turn a user's `env` argument, and what goes with it, into factories.
+    """Turn a user's `env` argument, and those that belong to it, into factories.
 
     Raises:
-        ConfigError: It is none of the things it may be, or does not go with the other arguments.
+        ConfigError: `env` is of an unsupported type, or does not fit the other arguments.
     """
     env_kwargs = _with_render_mode(env, env_kwargs, render_mode)
     factories = _resolve_plain(env, num_envs, env_kwargs)
@@ -123,7 +123,7 @@ def _resolve_plain(env: EnvArgument, num_envs: int | None, env_kwargs: dict[str,
     if isinstance(env, NativeVector):
         return Factories(None, env.make, num_envs or 1, env.spec)
     if isinstance(env, str | EnvSpec):
-        # A copy: gymnasium.make writes some of its arguments into the spec it is given.
+        # Copied, because gymnasium.make writes some of its arguments into the spec it is given.
         spec = copy.deepcopy(gym.spec(env) if isinstance(env, str) else env)
         factory = functools.partial(gym.make, _portable(spec), **(env_kwargs or {}))
         count = num_envs or 1
@@ -133,8 +133,8 @@ def _resolve_plain(env: EnvArgument, num_envs: int | None, env_kwargs: dict[str,
         return Factories([env] * (num_envs or 1), None, num_envs or 1, None)
     if isinstance(env, Env | VectorEnv):
         raise ConfigError(
-            f"env must be what makes environments, not an environment: got {env!r}. Pass its id, or a function that "
-            "makes one, and num_envs: ClusterEnv(lambda: ..., num_envs=8)."
+            f"env must be something that makes environments, not an environment: got {env!r}. Pass its id, or a "
+            "function that makes one, and num_envs: ClusterEnv(lambda: ..., num_envs=8)."
         )
     if not isinstance(env, Sequence) or not env:
         hint = " Make it a list: ClusterEnv(list(...))." if isinstance(env, Iterable) and env else ""
@@ -150,7 +150,7 @@ def _resolve_plain(env: EnvArgument, num_envs: int | None, env_kwargs: dict[str,
 
 
 def describe_factory(part: object) -> str:
-    """Say what a factory makes, in words that are the same in every process."""
+    """Describe what a factory makes, in a text that is the same in every process."""
     match part:
         case functools.partial():
             named = [f"{name}={describe_factory(value)}" for name, value in sorted(part.keywords.items())]
@@ -171,10 +171,10 @@ def describe_factory(part: object) -> str:
 
 
 def pickle_code(value: object, what: str) -> bytes:
-    """Pickle code for the workers, or say what cannot be.
+    """Pickle code for the workers; `what` names it in the error message.
 
     Raises:
-        ConfigError: It holds something that cannot leave this process.
+        ConfigError: The code holds something that cannot be pickled.
     """
     try:
         return cloudpickle.dumps(value)  # type: ignore[no-any-return]  # cloudpickle is untyped
@@ -186,7 +186,7 @@ def pickle_code(value: object, what: str) -> bytes:
 
 
 def local_registry() -> list[bytes]:
-    """Pickle the environments that this process registered itself, so that workers know them too."""
+    """Pickle the registrations of environments that are not Gymnasium's own, so that workers know them too."""
     registry = []
     for spec in gym.registry.values():
         if isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium."):
@@ -199,7 +199,7 @@ def local_registry() -> list[bytes]:
 
 
 def _portable(spec: EnvSpec) -> EnvSpec:
-    """Put what a script's own names stand for in their place: on a worker `__main__` is another module."""
+    """Replace entry points that name a script's `__main__` by the objects: on a worker, it is another module."""
     found = {}
     for name in ("entry_point", "vector_entry_point"):
         module, _, attribute = str(getattr(spec, name)).partition(":")

@@ -1,4 +1,4 @@
-"""Sample: what the environments of a run are like, by what the first of them say of themselves."""
+"""Sample: the spaces and attributes of a run's environments, from the workers' descriptions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sample:
 
     @property
     def run_spaces(self) -> RunSpaces:
-        """What every worker's environments must have."""
+        """The spaces that every worker's environments must have."""
         return RunSpaces(
             observation_space=self.single_observation_space,
             action_space=self.single_action_space,
@@ -42,8 +42,8 @@ def check_mode(observation_mode: ObservationMode) -> None:
     """Check the observation mode.
 
     Raises:
-        ValueError: It is none of those Gymnasium has.
-        TypeError: It is a tuple of something other than spaces.
+        ValueError: The mode is not one of Gymnasium's.
+        TypeError: The mode is a tuple of something other than spaces.
     """
     if isinstance(observation_mode, tuple) and len(observation_mode) == 2:
         if not all(isinstance(space, Space) for space in observation_mode):
@@ -64,13 +64,13 @@ def make_sample(
     num_envs: int,
     ask_here: Callable[[], Description],
 ) -> Sample:
-    """Put together what workers say of their environments.
+    """Make a sample from the workers' descriptions of their environments.
 
     Args:
-        descriptions: How many environments each shard has, and what they are like (`worker.making.describe_envs`).
+        descriptions: For each shard, its number of environments and their description (`worker.making.describe_envs`).
         observation_mode: As in Gymnasium.
-        num_envs: Of the whole run.
-        ask_here: Describes an environment that is made on this machine: for spaces that cannot travel.
+        num_envs: The number of environments in the whole run.
+        ask_here: Makes and describes an environment on this machine, for spaces that cannot be sent.
     """
     first = _checked(descriptions[0][1])
     spaces, action = first["observation_spaces"], first["action_space"]
@@ -89,7 +89,7 @@ def make_sample(
             every += own * size if len(own) == 1 else own
         if None in every or len(every) != num_envs:
             raise ConfigError(
-                "observation_mode='different' needs spaces of Gymnasium's own types, which can travel from workers; "
+                "observation_mode='different' needs spaces of Gymnasium's own types, which workers can send; "
                 f"one of these environments has {type(single).__name__}. Pass observation_mode=(batched, single), or "
                 "num_workers=0."
             )
@@ -106,7 +106,7 @@ def make_sample(
 
 
 def _checked(description: Description) -> Description:
-    """Check what comes from a worker."""
+    """Check a worker's description."""
     spaces = description.get("observation_spaces")
     render_mode = description.get("render_mode")
     if (

@@ -1,4 +1,4 @@
-"""Start: from factories to workers with environments on them."""
+"""Start: launches workers, and has them make their environments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from clusterenv.wire.zeromq import HeadSocket
 
 
 def count_workers(num_workers: int | None, num_envs: int, launcher: Launcher) -> int:
-    """Return how many workers there will be, where the user may have left that open."""
+    """Return how many workers to start, choosing a default if the user gave none."""
     if num_workers is None:
         return min(launcher.suggested_workers or usable_cores(), num_envs)
     num_workers = whole_number("num_workers", num_workers, least=0)
@@ -42,7 +42,7 @@ def count_workers(num_workers: int | None, num_envs: int, launcher: Launcher) ->
 def make_assignment(
     factories: Factories, shard: tuple[int, int], mode: AutoresetMode, on_env_error: str, registry: list[bytes]
 ) -> Assignment:
-    """Return the work of whoever hosts the environments `[start, stop)` of a shard."""
+    """Return the assignment for a shard, environments `[start, stop)`."""
     start, stop = shard
     return Assignment(
         factories=factories.for_shard(start, stop),
@@ -67,18 +67,18 @@ def start_workers(
     timeouts: Timeouts,
     on_start: Callable[[Remote], None],
 ) -> tuple[Remote, Sample]:
-    """Launch workers and give each its shard; returns when all environments are made.
+    """Launch workers and assign each its shard; returns when enough workers are ready.
 
     Args:
-        launcher: Starts them.
-        factories: Of the environments.
-        num_workers: Among whom these are divided.
-        mode: How they are reset.
-        observation_mode: How their observation spaces are batched.
+        launcher: Starts the workers.
+        factories: Make the environments.
+        num_workers: How many workers the environments are divided among.
+        mode: How environments are reset.
+        observation_mode: How observation spaces are batched.
         faults: What happens when workers are lost.
-        network: How to reach them.
-        timeouts: How long to wait for them.
-        on_start: Told of the workers as soon as there are any; from then on it is the caller's to end them.
+        network: How workers reach the head.
+        timeouts: How long to wait for workers.
+        on_start: Called with the workers as soon as they are launched; from then on, the caller must close them.
     """
     if network.transport == "shm" and not semaphore.IS_SUPPORTED:
         raise ConfigError("transport='shm' needs Linux; use 'auto' or 'zmq' here.")
@@ -145,10 +145,10 @@ def start_workers(
 
 
 def _await_workers(remote: Remote, has_come: Callable[[Worker], bool], at_least: int) -> None:
-    """Wait until this many workers are that far.
+    """Wait until `has_come` is true of this many workers.
 
     Raises:
-        LaunchError: A worker ended instead, or they took too long.
+        LaunchError: A worker ended or cannot join, or workers took too long.
         WorkerFailed: A factory raised.
     """
     watch = JoinWatch(remote)

@@ -1,8 +1,9 @@
-"""Trial: makes one environment in a short-lived process of the head's own, to see whether it can and what it is like.
+"""Trial: makes one environment in a short-lived process beside the head, to check that it works and describe it.
 
-The head itself never makes one where there are workers: a constructor that crashes, hangs or opens a window would do so
-in the learner's process. `run` is that process: it reads an assignment from its standard input, and writes what came of
-it to the descriptor it is given. Both ends are this library's own, on this machine.
+With workers, the head itself never makes an environment: a constructor that crashes, hangs or opens a window would do
+so in the learner's process. `run` is the main function of the short-lived process: it reads an assignment from its
+standard input, and writes the outcome to the descriptor it is given. Both ends are this library's own code, on this
+machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from clusterenv.wire.assignment import Assignment
 log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 4096
-# What may well be there on the workers' machines, and not here.
+# What may exist on the workers' machines only.
 _DEVICES = re.compile(r"cuda|gpu|device|display|opengl|\begl\b|\bgl\b|vulkan", re.IGNORECASE)
 
 
@@ -38,8 +39,8 @@ class Failure:
     """Why an environment could not be made.
 
     Attributes:
-        text: Says so, to a user.
-        may_be_here_only: Whether it may work elsewhere: a module or device is missing, or time was too short.
+        text: The explanation for the user.
+        may_be_here_only: Whether it may work elsewhere: a module or device is missing here, or time was too short.
     """
 
     text: str
@@ -47,30 +48,30 @@ class Failure:
 
 
 def describe_here(assignment: Assignment, timeout_s: float) -> Description:
-    """Describe an environment whose spaces cannot travel from a worker.
+    """Describe an environment whose spaces cannot be sent by a worker.
 
     Args:
-        assignment: Of one environment.
+        assignment: An assignment of one environment.
         timeout_s: How long making it may take.
 
     Raises:
-        ConfigError: It cannot be made here.
+        ConfigError: The environment cannot be made here.
     """
     found = _try(assignment, timeout_s)
     if isinstance(found, Failure):
         raise ConfigError(
-            "The environments have a space that is not one of Gymnasium's own types, so that it cannot come from a "
-            f"worker; and one cannot be made on this machine to look at: {found.text} Use Gymnasium's spaces, or "
-            "give them by observation_mode=(batched, single)."
+            "The environments have a space that is not one of Gymnasium's own types, so a worker cannot send it, and "
+            f"no environment can be made on this machine to inspect: {found.text} Use Gymnasium's spaces, or pass "
+            "observation_mode=(batched, single)."
         )
     return found
 
 
 def check_factory(assignment: Assignment, timeout_s: float) -> None:
-    """Find out whether an environment can be made, before workers are queued that would find out much later.
+    """Check that an environment can be made, before workers are queued that would find out much later.
 
     Raises:
-        ConfigError: It cannot, and that is not for lack of a module, a device or time on this machine.
+        ConfigError: It cannot be made, and not because a module, a device or time is lacking on this machine.
     """
     found = _try(assignment, timeout_s)
     if not isinstance(found, Failure):
@@ -88,7 +89,7 @@ def _try(assignment: Assignment, timeout_s: float) -> Description | Failure:
     if not hasattr(os, "killpg"):
         return Failure(text="Windows has no way to end a process with all that it has started.", may_be_here_only=True)
     code = pickle_code(assignment, "The factory of environment 0")
-    # A file and not a pipe: the description of a space of pixels would fill a pipe, and nobody reads it meanwhile.
+    # A file rather than a pipe: the description of a pixel space would fill a pipe, which nobody reads meanwhile.
     with tempfile.TemporaryFile() as log_file, tempfile.TemporaryFile() as results:
         process = subprocess.Popen(
             [sys.executable, "-c", "from clusterenv.setup.trial import run; run()", str(results.fileno())],
@@ -113,13 +114,13 @@ def _try(assignment: Assignment, timeout_s: float) -> Description | Failure:
         log_file.seek(max(0, log_file.tell() - _TAIL_BYTES))
         tail = log_file.read().decode(errors="replace").strip()
         return Failure(
-            text=f"The process that made environment 0 ended with status {process.returncode}, and said:\n{tail}",
+            text=f"The process that made environment 0 ended with status {process.returncode}, and printed:\n{tail}",
             may_be_here_only=False,
         )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all it has started."""
+    """End the process and all processes it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.stdin is not None:
@@ -128,7 +129,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run() -> None:
-    """Be that process."""
+    """Make and describe an environment; the main function of the short-lived process."""
     from clusterenv.worker.making import describe_envs
     from clusterenv.worker.shard import Shard, unpickle
 

@@ -1,4 +1,4 @@
-"""Wrapping: the wrappers a user puts around each environment, applied where the environment is made."""
+"""Wrapping: applies a user's wrappers to each environment, on the worker that makes it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_wrappers(wrappers: object) -> None:
 
 
 def wrap_all(plain: list[EnvFactory], wrappers: Sequence[EnvWrapper]) -> list[EnvFactory]:
-    """Return factories that also wrap; equal ones stay one object, which is pickled once."""
+    """Return factories that also wrap; identical factories stay one object, which is pickled once."""
     wrappers = tuple(wrappers)
     wrapped = {id(factory): functools.partial(_make_wrapped, factory, wrappers) for factory in plain}
     return [wrapped[id(factory)] for factory in plain]

@@ -1,6 +1,6 @@
-"""Whether a vector environment keeps Gymnasium's laws, and whether a training script survives the loss of workers.
+"""Tests whether a vector environment keeps Gymnasium's laws, and whether a training script survives losing workers.
 
-`check_vector_env` is for any vector environment, not only for ours, and needs no test framework.
+`check_vector_env` works for any vector environment, not only ours, and needs no test framework.
 """
 
 from clusterenv.testing.check import LAWS, check_vector_env

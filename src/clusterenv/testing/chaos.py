@@ -1,8 +1,8 @@
-"""Chaos: kills and freezes the local workers of a running script, by a seed, to see whether the script survives it.
+"""Chaos: kills and freezes the local workers of a running script, seeded, to see whether the script survives.
 
-Nothing is known about the script but its process. Its workers are found by what the kernel says about the processes
-that descend from it; each is held by a descriptor (a pidfd) and looked at once more before anything is done to it, so
-that no other process is ever hit, even if it has got the same id meanwhile.
+Nothing is known about the script but its process. Its workers are found among the processes that descend from it; each
+is held by a descriptor (a pidfd) and checked once more before anything is done to it, so that no other process is ever
+hit, even if it has meanwhile been given the same id.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _SCRIPT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be done.
+    """The faults to inject.
 
     Attributes:
-        num_faults: How many.
-        every_s: Seconds between two faults, on average: from half to one and a half times as many.
-        kinds: What may be done, "kill" or "freeze".
-        freeze_s: For how many seconds a worker is frozen. More than `Timeouts.silence_s`, and it is replaced.
-        seed: For all that is drawn by chance: when, what, and to which worker.
-        patience_s: How many seconds to wait for workers, at first and whenever there are none.
+        num_faults: The number of faults.
+        every_s: The average number of seconds between two faults; each pause is 0.5 to 1.5 times as long.
+        kinds: The kinds of faults, "kill" or "freeze".
+        freeze_s: For how many seconds a worker is frozen. If longer than `Timeouts.silence_s`, it is replaced.
+        seed: The seed of all random choices: when, which kind, and which worker.
+        patience_s: How many seconds to wait for workers, at first and whenever some are missing.
     """
 
     num_faults: int = 10
@@ -68,8 +68,8 @@ class Target:
     """A worker's process.
 
     Attributes:
-        index: Which worker it is.
-        head_pid: Whose.
+        index: The worker's index.
+        head_pid: The process id of its head.
     """
 
     process: Process
@@ -81,11 +81,11 @@ class Target:
 
 
 def find_workers(script_pid: int) -> list[Target]:
-    """Find the workers on this machine that a process, or one that it has started, is the head of, by their indices.
+    """Find the workers on this machine whose head is a process or one of its descendants, ordered by index.
 
-    A worker is the child of its guardian, which is a child of the head, and leads a process group; what environments
-    have started does not, even where it has the same name and command line. One that has not made its environments yet
-    does not count: to lose it is a failed start.
+    A worker is the child of its guardian, which is a child of the head, and leads a process group; processes that
+    environments have started do not, even if they have the same name and command line. A worker that has not made its
+    environments yet does not count: losing it would be a failed start.
     """
     children = children_by_parent()
     targets = []
@@ -103,10 +103,10 @@ def find_workers(script_pid: int) -> list[Target]:
 
 
 def harass_process(pid: int, plan: Plan) -> Generator[str, None, bool]:
-    """Harass the workers of a running script; yields lines that say what is done, and returns whether it went on.
+    """Harass the workers of a running script; yield lines that say what is done, and return whether it survived.
 
     Raises:
-        ConfigError: The process is not there, somebody else's, or nobody's head.
+        ConfigError: The process does not exist, belongs to another user, or is not a head.
     """
     campaign = Campaign(find_head(pid), plan)
     yield from campaign.run()
@@ -118,7 +118,7 @@ def harass_process(pid: int, plan: Plan) -> Generator[str, None, bool]:
 
 
 def harass_command(command: Sequence[str], plan: Plan) -> Generator[str, None, bool]:
-    """Start a script, harass its workers and wait for its end; yields and returns as `harass_process` does.
+    """Start a script, harass its workers and wait for its end; yield and return as `harass_process` does.
 
     Raises:
         ConfigError: The command cannot be started.
@@ -135,7 +135,7 @@ def harass_command(command: Sequence[str], plan: Plan) -> Generator[str, None, b
             yield from _report_on_one_that_runs(campaign)
         status = script.wait()
     except BaseException as error:
-        # Ctrl-C in a terminal is for the script as well, which then ends in its own way.
+        # Ctrl-C in a terminal also reaches the script, which then ends in its own way.
         _end(script, has_heard=isinstance(error, KeyboardInterrupt))
         raise
     how = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
@@ -161,7 +161,7 @@ def _report_on_one_that_runs(campaign: Campaign) -> Generator[str, None, bool]:
 
 
 def _end(script: subprocess.Popen[bytes], *, has_heard: bool) -> None:
-    """End what was started; wait for it first, if it was told already."""
+    """End the script that was started; wait for it first, if it has already been signalled."""
     for number in (*([None] if has_heard else []), signal.SIGTERM, signal.SIGKILL):
         if number is not None:
             script.send_signal(number)
@@ -171,10 +171,10 @@ def _end(script: subprocess.Popen[bytes], *, has_heard: bool) -> None:
 
 
 def find_head(pid: int) -> int:
-    """See that a process may be harassed; returns the head that it is, or that it has started.
+    """Check that a process may be harassed; return its id if it is a head, or that of the head it has started.
 
     Raises:
-        ConfigError: It is not there, or somebody else's, or nobody's head, or has started more than one.
+        ConfigError: The process does not exist, belongs to another user, or has no head or several below it.
     """
     _demand_linux()
     info = look_at(pid)
@@ -193,7 +193,7 @@ def find_head(pid: int) -> int:
         )
     if pid in heads:
         return pid
-    if len(heads) > 1:  # Of a shell, or of process 1, that is everybody's.
+    if len(heads) > 1:  # For a shell or process 1, these may be anybody's.
         listed = "; ".join(f"{head} ({' '.join(command_of(head))[:80]})" for head in heads[:10])
         raise ConfigError(f"{len(heads)} scripts with workers descend from process {pid}: give one's id. {listed}.")
     return heads[0]
@@ -205,7 +205,7 @@ def _demand_linux() -> None:
 
 
 class _Held:
-    """A worker's process, held by a descriptor: what is sent reaches this one or nobody."""
+    """A worker's process, held by a descriptor: a signal reaches this process or none."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -225,14 +225,14 @@ class _Held:
 
 @dataclass
 class Campaign:
-    """Faults done to the workers of one script, one after the other.
+    """Faults injected into the workers of one script, one after another.
 
     Attributes:
         script_pid: The script's process, or one that has started it.
-        num_workers: The most that were there at once.
-        done: How many faults of each kind were done.
-        has_ended: Whether the script has.
-        is_complete: Whether as many workers as ever were there in the end.
+        num_workers: The largest number of workers seen at once.
+        done: How many faults of each kind were injected.
+        has_ended: Whether the script has ended.
+        is_complete: Whether all of these workers were there when last checked.
     """
 
     script_pid: int
@@ -246,16 +246,16 @@ class Campaign:
     _began_at: float = field(default_factory=time.monotonic)
 
     def run(self) -> Generator[str, None, None]:
-        """Do all faults, then wait until all workers are back; yields lines that say what is done.
+        """Inject all faults, then wait until all workers are back; yield lines that say what is done.
 
-        Close the iterator, however it ends: what is frozen is thawed then.
+        Close the iterator in any case: that thaws frozen workers.
         """
         self._script = os.pidfd_open(self.script_pid)
         try:
             yield from self._await_workers()
             draw = random.Random(self.plan.seed)
             for _ in range(self.plan.num_faults):
-                # As many draws for each, whatever comes of them: the same seed has the same plan.
+                # The same number of draws for every fault, so that the same seed gives the same plan.
                 pause_s, kind, place = draw.uniform(0.5, 1.5), draw.choice(list(self.plan.kinds)), draw.random()
                 yield from self._wait(pause_s * self.plan.every_s)
                 yield from self._await_workers()
@@ -272,7 +272,7 @@ class Campaign:
                     ends.callback(self._thaw, held)
 
     def describe(self) -> str:
-        """Say how many faults were done."""
+        """Say how many faults were injected."""
         total = sum(self.done.values())
         kinds = ", ".join(f"{count} {kind}{'s' if count != 1 else ''}" for kind, count in sorted(self.done.items()))
         return f"{total} fault{'s' if total != 1 else ''}" + (f" ({kinds})" if total else "")
@@ -284,7 +284,7 @@ class Campaign:
             else:
                 with contextlib.closing(_Held(target)) as held:
                     held.signal(signal.SIGKILL)
-                wait_for_end([target.process], _DEATH_S)  # Or it would be taken for its successor.
+                wait_for_end([target.process], _DEATH_S)  # Otherwise it could be mistaken for its successor.
         except ProcessLookupError:
             yield self._line(f"{target} has just ended by itself")
             return
@@ -293,12 +293,12 @@ class Campaign:
 
     def _freeze(self, target: Target) -> None:
         held = next((each for each in self._frozen if each.target == target), None)
-        if held is not None:  # It is frozen, and stays so for longer.
+        if held is not None:  # It is already frozen; extend that.
             held.thaw_at = time.monotonic() + self.plan.freeze_s
             return
         held = _Held(target)
         held.thaw_at = time.monotonic() + self.plan.freeze_s
-        self._frozen.append(held)  # Before it is frozen: if this is interrupted in between, it is thawed.
+        self._frozen.append(held)  # Before freezing it: after an interrupt in between, it is thawed.
         try:
             held.signal(signal.SIGSTOP)
         except ProcessLookupError:
@@ -317,7 +317,7 @@ class Campaign:
         return self._line(said)
 
     def _wait(self, seconds: float) -> Iterator[str]:
-        """Wait for so long, or for the end of the script; thaw who is due."""
+        """Wait this long, or for the end of the script; thaw workers that are due."""
         ends_at = time.monotonic() + seconds
         poll = select.poll()
         poll.register(self._script, select.POLLIN)
@@ -328,7 +328,7 @@ class Campaign:
                 yield self._thaw(held)
 
     def _await_workers(self) -> Iterator[str]:
-        """Wait until as many are there as there ever were; so the same seed means the same workers every time."""
+        """Wait until all workers are back, so that the same seed means the same workers every time."""
         ends_at = time.monotonic() + self.plan.patience_s
         while not self.has_ended:
             self._seen = find_workers(self.script_pid)

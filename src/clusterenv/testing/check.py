@@ -1,4 +1,4 @@
-"""check_vector_env: examines a vector environment by the laws of Gymnasium."""
+"""check_vector_env: checks a vector environment against Gymnasium's laws."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _WITHOUT_A_RUN = ("run", "vector-env", "autoreset-mode", "batched-spaces")
 _LAWS = {law.__name__.replace("_", "-"): law for law in _FUNCTIONS}
 
 LAWS: dict[str, str] = {name: (law.__doc__ or "").strip() for name, law in _LAWS.items()}
-"""The laws by their names, each in a sentence."""
+"""The laws by name, each described in a sentence."""
 
 
 def check_vector_env(
@@ -91,30 +91,30 @@ def check_vector_env(
 ) -> Report:
     """Check that a vector environment keeps Gymnasium's laws.
 
-    It is made about ten times, and stepped with actions drawn by chance. The same arguments do the same
-    every time. A law that says nothing about it, because it lacks a method that `VectorEnv` does not demand, is in
-    another autoreset mode or never ends an episode, is not applicable.
+    The vector environment is made about ten times and stepped with random actions; the same arguments always do the
+    same. A law is not applicable if the vector environment lacks a method that `VectorEnv` does not require, is in
+    another autoreset mode, or never ends an episode.
 
     Args:
-        make: Returns a new vector environment, the same whenever it is called.
-        factories: Of its environments, in order, as `SyncVectorEnv` takes them. With them, what it does is compared
-            with what a plain loop over the environments does.
-        worker_pids: For one that says it survives the loss of its workers: returns the process ids of the workers of
-            the vector environment it is given. They are killed; only descendants of this process are.
+        make: Returns a new vector environment, the same at every call.
+        factories: The factories of its environments, in order, as `SyncVectorEnv` takes them. If given, the vector
+            environment is compared with a plain loop over its environments.
+        worker_pids: For a vector environment that claims to survive the loss of its workers: returns their process ids,
+            given the vector environment. These processes are killed, but only if they descend from this one.
         skip: Names of laws (`LAWS`) that need not be kept.
-        seed: For all that is drawn by chance.
-        num_steps: Of the run that most laws look at. In it episodes should end.
-        deadline_s: How many seconds one law may take; what hangs is broken. In the main thread.
+        seed: The seed of everything random.
+        num_steps: The length of the run that most laws examine. Episodes should end within it.
+        deadline_s: How many seconds one law may take; if it takes longer, it is broken. Only in the main thread.
         raises: Whether broken laws raise an exception, or are only reported.
 
     Raises:
-        LawsBroken: It breaks some.
+        LawsBroken: The vector environment breaks at least one law.
         ConfigError: An argument is wrong.
     """
     _check_arguments(make, skip, num_steps)
     subject = Subject(make, seed=seed, num_steps=num_steps, factories=factories, worker_pids=worker_pids)
     verdicts: list[Verdict] = []
-    # Warnings are of no use to who reads a report, and errors to some test frameworks.
+    # Warnings are of no use to the reader of a report, and some test frameworks turn them into errors.
     with warnings.catch_warnings(action="ignore"), contextlib.closing(subject):
         for law in LAWS:
             verdicts.append(Verdict(law, LAWS[law], "skipped") if law in skip else _judge(law, subject, deadline_s))
@@ -141,7 +141,7 @@ def _judge(law: str, subject: Subject, deadline_s: float) -> Verdict:
             return _broken(law, message, render(breach.lines))
     except DeadlinePassed:
         message = f"It hangs: what was expected at once had not come after {deadline_s:g} s."
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises, it was not to
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it should not have raised anything
         message = f"It raised {_describe(error)}"
     else:
         return Verdict(law, LAWS[law], "kept")
@@ -154,7 +154,7 @@ def _broken(law: str, message: str, script: str | None) -> Verdict:
 
 
 def _describe(error: BaseException) -> str:
-    """Show an exception, and the last place in code that is not ours."""
+    """Describe an exception and the last place it passed outside this file."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     where = f", in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -1,4 +1,4 @@
-"""A deadline for code of others, which may hang."""
+"""A deadline for other people's code, which may hang."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 
 class DeadlinePassed(BaseException):
-    """What was tried has taken too long. Not an Exception: what hangs may be in a loop that catches all of those."""
+    """The deadline has passed; not an Exception, because code that hangs may be in a loop that catches those."""
 
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise DeadlinePassed in the block after so many seconds; in other threads than the main one there is no deadline.
+    """Raise DeadlinePassed in the block after this many seconds; there is no deadline outside the main thread.
 
-    A timer that somebody else has set, such as a test framework's, is in force again afterwards, and if it is due
-    earlier, it is left alone.
+    A timer that was already set, such as a test framework's, is restored afterwards; if it is due earlier, it is left
+    alone.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield

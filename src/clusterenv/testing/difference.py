@@ -1,4 +1,4 @@
-"""Whether two answers are the same: in type, dtype, shape, order of keys and every bit, at any depth."""
+"""Compares two results: type, dtype, shape, order of keys and every bit, at any depth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def find_difference(ours: Any, theirs: Any, where: str = "answer") -> str | None:
-    """Say where two answers first differ, and how; None if they are the same."""
+    """Say where two results first differ, and how; return None if they are the same."""
     if type(ours) is not type(theirs):
         return f"{where}: {type(ours)} is not {type(theirs)}: {ours!r} / {theirs!r}"
     if isinstance(theirs, dict):
@@ -35,7 +35,7 @@ def find_difference(ours: Any, theirs: Any, where: str = "answer") -> str | None
 
 
 def is_same_value(ours: Any, theirs: Any) -> bool:
-    """Tell whether two values are equal, in whatever types they come: 3, 3.0 and an array of both are."""
+    """Return whether two values are equal, whatever their types: 3 equals 3.0 and an array of it."""
     if isinstance(theirs, dict):
         return (
             isinstance(ours, dict)

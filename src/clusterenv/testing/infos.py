@@ -1,4 +1,4 @@
-"""Infos of all environments, divided again into those of each."""
+"""Splits the infos of all environments into those of each."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 
 def without_clock(value: Any) -> Any:
-    """Return infos, or an answer that they are part of, without how long episodes took.
+    """Return infos, or a result that contains them, without the durations of episodes.
 
-    Gymnasium's RecordEpisodeStatistics adds that to whatever it wraps; it is never the same twice.
+    Gymnasium's RecordEpisodeStatistics adds these durations; they are never the same twice.
     """
     if isinstance(value, tuple):
         return tuple(map(without_clock, value))
@@ -25,12 +25,12 @@ def without_clock(value: Any) -> Any:
 
 
 def is_mask(key: Any, infos: dict[Any, Any]) -> bool:
-    """Tell whether an entry says whose the values of another entry are."""
+    """Return whether an entry is the mask of another entry."""
     return isinstance(key, str) and key.startswith("_") and any(f"_{other}" == key for other in infos if other != key)
 
 
 def row_of(infos: dict[Any, Any], index: int) -> dict[Any, Any]:
-    """Return the infos of one environment: the values that masks say are its own."""
+    """Return the infos of one environment: the values whose masks are set for it."""
     row = {}
     for key, values in infos.items():
         mask = infos.get(f"_{key}")

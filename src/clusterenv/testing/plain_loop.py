@@ -1,4 +1,4 @@
-"""PlainLoop: environments in a list, reset and stepped one after the other. What a vector environment must equal."""
+"""PlainLoop: environments in a list, reset and stepped one after another; the reference for vector environments."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class PlainLoop:
     """Environments in a list.
 
     Args:
-        factories: One for each.
-        space: Of the observations of one.
+        factories: One per environment.
+        space: The observation space of one environment.
         mode: What to do when an episode ends.
     """
 
@@ -33,7 +33,7 @@ class PlainLoop:
         self._is_over = [False] * len(self._envs)
 
     def reset(self, seed: int | None, mask: Mask | None) -> tuple[Any, ...]:
-        """Reset all or some; returns the batched observations and a list of infos."""
+        """Reset all or some; return the batched observations and a list of infos."""
         infos: list[dict[str, Any]] = [{} for _ in self._envs]
         for index in range(len(self._envs)):
             if mask is None or mask[index]:
@@ -41,11 +41,11 @@ class PlainLoop:
         return self._batch(), infos
 
     def step(self, action_space: gym.Space[Any], actions: Any) -> tuple[Any, ...]:
-        """Step all; returns the batched observations, rewards and flags, and a list of infos.
+        """Step all; return the batched observations, rewards and flags, and a list of infos.
 
         Args:
-            action_space: Of the actions of all.
-            actions: One for each.
+            action_space: The batched action space.
+            actions: One per environment.
         """
         rewards = np.zeros(len(self._envs), np.float64)
         flags = np.zeros((2, len(self._envs)), np.bool_)
@@ -66,7 +66,7 @@ class PlainLoop:
         return self._batch(), rewards, flags[0], flags[1], infos
 
     def close(self) -> None:
-        """Close them."""
+        """Close the environments."""
         for env in self._envs:
             env.close()
 

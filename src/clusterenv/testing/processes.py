@@ -1,4 +1,4 @@
-"""Processes of this machine: who descends from whom. On Linux; elsewhere nobody is known."""
+"""Processes of this machine and their descendants; on Linux only, elsewhere none are found."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PROC = Path("/proc")
-# In /proc/<pid>/stat, counted from the field behind the command's name.
+# Fields of /proc/<pid>/stat, counted from the one after the command's name.
 _STATE, _PARENT, _GROUP, _START = 0, 1, 2, 19
 
 
 class Process(NamedTuple):
-    """A process: an id may be given to another one later, an id and a start time may not.
+    """A process, identified by id and start time: the id alone may be reused.
 
     Attributes:
-        started: In clock ticks since the machine was.
+        started: In clock ticks since the machine started.
     """
 
     pid: int
@@ -30,7 +30,7 @@ class ProcessInfo(NamedTuple):
     """What the kernel says about a process.
 
     Attributes:
-        name: Of its main thread, which it may have given itself.
+        name: The name of its main thread, which it may have set itself.
         is_zombie: Whether it has ended, and only waits to be reaped.
     """
 
@@ -42,7 +42,7 @@ class ProcessInfo(NamedTuple):
 
 
 def look_at(pid: int) -> ProcessInfo | None:
-    """Return what is known about a process; None if there is none of this id."""
+    """Return what is known about a process; None if there is none with this id."""
     try:
         before, _, after = (_PROC / str(pid) / "stat").read_text().rpartition(")")
     except (OSError, UnicodeDecodeError):
@@ -66,7 +66,7 @@ def command_of(pid: int) -> list[str]:
 
 
 def children_by_parent() -> dict[int, list[ProcessInfo]]:
-    """Look at all processes that have not ended, by the ids of their parents."""
+    """Return all processes that have not ended, by the ids of their parents."""
     children: dict[int, list[ProcessInfo]] = {}
     names = os.listdir(_PROC) if _PROC.is_dir() else []
     for name in names:
@@ -76,7 +76,7 @@ def children_by_parent() -> dict[int, list[ProcessInfo]]:
 
 
 def descendants(pid: int) -> list[Process]:
-    """Return the children of a process, theirs, and so on."""
+    """Return the children of a process, their children, and so on."""
     children = children_by_parent()
     found = list(children.get(pid, ()))
     for info in found:  # Which grows meanwhile.
@@ -85,13 +85,13 @@ def descendants(pid: int) -> list[Process]:
 
 
 def is_running(process: Process) -> bool:
-    """Tell whether it is still there, and not another one of the same id."""
+    """Return whether this very process is still running, not another one with the same id."""
     info = look_at(process.pid)
     return info is not None and info.process == process and not info.is_zombie
 
 
 def wait_for_end(processes: Collection[Process], timeout_s: float) -> list[Process]:
-    """Wait for processes to end, woken by the kernel; returns those that run on."""
+    """Wait for processes to end, woken by the kernel; return those that are still running."""
     ends_at = time.monotonic() + timeout_s
     for process in processes:
         with contextlib.suppress(OSError):

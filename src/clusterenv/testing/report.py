@@ -1,4 +1,4 @@
-"""Report: which laws a vector environment has kept, which it has broken and how, and which do not concern it."""
+"""Report: which laws a vector environment keeps, which it breaks and how, and which do not apply."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _WIDTH = 116
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found about one law.
+    """The result for one law.
 
     Attributes:
-        law: Its name.
+        law: The law's name.
         text: The law itself, in a sentence.
-        message: If it is broken: what happened, what was expected, and calls that show it again. If it is not
+        message: If it is broken: what happened, what was expected, and calls that reproduce it. If it is not
             applicable: why not.
     """
 
@@ -32,11 +32,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found about a vector environment; printed, it is a list.
+    """The results for a vector environment; printed, a list of all laws.
 
     Attributes:
-        subject: The vector environment, as it shows itself.
-        verdicts: One for each law, in the order in which they were looked at.
+        subject: The repr of the vector environment.
+        verdicts: One per law, in the order in which they were checked.
     """
 
     subject: str
@@ -54,7 +54,7 @@ class Report:
 
     @property
     def not_applicable(self) -> tuple[str, ...]:
-        """The names of the laws that say nothing about this vector environment."""
+        """The names of the laws that do not apply to this vector environment."""
         return self._names("not applicable")
 
     def __getitem__(self, law: str) -> Verdict:
@@ -76,7 +76,7 @@ class LawsBroken(ClusterEnvError, AssertionError):
     """A vector environment breaks laws; the message lists them all.
 
     Attributes:
-        report: All that was found.
+        report: The full report.
     """
 
     def __init__(self, report: Report) -> None:
@@ -90,7 +90,7 @@ class LawsBroken(ClusterEnvError, AssertionError):
 def _show(verdict: Verdict) -> str:
     lines = [f"{verdict.outcome:<15} {verdict.law:<20} {verdict.text}"]
     for line in verdict.message.splitlines():
-        # What can be typed again stays as it is.
+        # Code that can be pasted stays as it is.
         is_code = line.startswith("    ")
         lines += [line] if is_code else textwrap.wrap(line, _WIDTH - 20) or [""]
     return f"\n{' ' * 16}".join(lines)

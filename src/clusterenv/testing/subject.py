@@ -1,4 +1,4 @@
-"""Subject: the vector environment under examination; what laws may do with it, and how to do that again."""
+"""Subject: the vector environment under test, what laws may do with it, and how to reproduce that."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SOUND_MOMENTS = 5
 
 
 class Broken(Exception):
-    """A law is broken: what happened, and what was expected.
+    """A law is broken; the message says what happened and what was expected.
 
     Attributes:
         lines: The calls that show it; by default those of the vector environment used last.
@@ -42,19 +42,19 @@ class Broken(Exception):
 
 
 class NotApplicable(Exception):
-    """A law says nothing about this vector environment: why not."""
+    """A law does not apply to this vector environment; the message says why."""
 
 
 class Moment(NamedTuple):
     """One call of a recorded run.
 
     Attributes:
-        name: Of the call, in words.
-        actions: Of a step; None for a reset.
-        mask: Of a reset of some.
-        answer: A copy, made at once, without how long episodes took.
-        given: What was returned itself, and may have changed since.
-        pending: Whose episodes had ended before the call, and were not reset yet.
+        name: The call in words, such as "step 3".
+        actions: The actions of a step; None for a reset.
+        mask: The mask of a partial reset.
+        answer: A copy of the result, made immediately, without the durations of episodes.
+        given: The result itself, which may have changed since.
+        pending: Which environments' episodes had ended before the call, and were not reset yet.
         lines: The calls up to this one.
     """
 
@@ -73,16 +73,16 @@ class Moment(NamedTuple):
 
     @property
     def ended(self) -> Mask:
-        """Whose episodes ended in this step."""
+        """Which environments' episodes ended in this step."""
         return np.asarray(self.answer[2], np.bool_) | np.asarray(self.answer[3], np.bool_)
 
 
 class Play:
-    """One vector environment, and all that has been done with it.
+    """One vector environment, and everything that has been done with it.
 
     Args:
-        make: Makes it.
-        seed: For what is drawn by chance, and for `begin`.
+        make: Makes the vector environment.
+        seed: The seed of random actions, and of `begin`.
     """
 
     def __init__(self, make: Callable[[], Any], seed: int) -> None:
@@ -95,12 +95,12 @@ class Play:
 
     @property
     def num_envs(self) -> int:
-        """How many environments there are."""
+        """The number of environments."""
         return int(self.envs.num_envs)
 
     @property
     def mode(self) -> AutoresetMode | None:
-        """The autoreset mode, if it is said."""
+        """The autoreset mode, if the metadata names one."""
         try:
             return AutoresetMode(self.envs.metadata["autoreset_mode"])
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -108,7 +108,7 @@ class Play:
 
     @property
     def script(self) -> str:
-        """The calls so far, to be typed again."""
+        """The calls so far, as code that reproduces them."""
         return render(self._lines)
 
     def note(self, line: str) -> None:
@@ -116,10 +116,10 @@ class Play:
         self._lines.append(line)
 
     def begin(self, *, is_again: bool = False) -> tuple[Any, ...]:
-        """Reset all with the seed, and draw the same actions as after every other `begin`.
+        """Reset all environments with the seed, and from then on draw the same actions as after every other `begin`.
 
         Args:
-            is_again: Whether what was done before is part of what is tried.
+            is_again: Whether the script should include what was done before.
         """
         self.envs.action_space.seed(self.seed)
         self._lines = [*(self._lines if is_again else ["envs = make()"]), f"envs.action_space.seed({self.seed})"]
@@ -127,7 +127,7 @@ class Play:
         return self.reset(seed=self.seed)
 
     def reset(self, *, seed: int | list[int] | None = None, options: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """Reset all, or those that the options name."""
+        """Reset all environments, or those that the options name."""
         arguments = [] if seed is None else [f"seed={seed}"]
         arguments += [] if options is None else [f"options={options!r}"]
         self.note(f"envs.reset({', '.join(arguments)})")
@@ -142,7 +142,7 @@ class Play:
         return self.envs.action_space.sample()
 
     def step(self, actions: Any = None) -> tuple[Any, ...]:
-        """Step all, with actions drawn by chance unless they are given; where nobody else does, reset who has ended."""
+        """Step all environments, with random actions by default; without autoreset, reset finished ones first."""
         if self.mode == AutoresetMode.DISABLED and self.over.any():
             self.reset_over()
         self.note("envs.step(envs.action_space.sample())" if actions is None else f"envs.step({_shorten(actions)})")
@@ -158,7 +158,7 @@ class Play:
         return self._record("step", sent, None, answer, pending)
 
     def reset_over(self) -> None:
-        """Reset those whose episodes have ended; where that is impossible, all."""
+        """Reset the environments whose episodes have ended; if that is impossible, all."""
         try:
             self.reset(options={"reset_mask": self.over.copy()})
         except Exception:  # noqa: BLE001 - the law of masks says more about it
@@ -166,7 +166,7 @@ class Play:
             self.reset()
 
     def repeat(self, moment: Moment) -> tuple[Any, ...]:
-        """Do as was done at a moment of another run, with the seeds and actions of that."""
+        """Repeat a call of another run, with the same actions or mask."""
         if moment.is_step:
             self.note("envs.step(envs.action_space.sample())")
             return self._step(deepcopy(moment.actions))
@@ -175,11 +175,11 @@ class Play:
         return self.reset(options={"reset_mask": moment.mask.copy()})
 
     def rows(self, observations: Any) -> list[Any]:
-        """Divide observations into those of each environment."""
+        """Split batched observations by environment."""
         return list(iterate(self.envs.observation_space, observations))
 
     def close(self) -> None:
-        """Close it, for good or ill: how it closes is for other laws to judge."""
+        """Close the vector environment, ignoring errors: other laws judge how it closes."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -187,7 +187,7 @@ class Play:
             with deadline(_CLOSE_S):
                 self.envs.close()
         except (Exception, DeadlinePassed):  # noqa: BLE001 - other laws say why
-            # It was broken before. Gymnasium's AsyncVectorEnv and ClusterEnv have a way out of that.
+            # It was already broken. Gymnasium's AsyncVectorEnv and ClusterEnv can still be terminated.
             with contextlib.suppress(Exception, DeadlinePassed), deadline(_CLOSE_S):
                 self.envs.close(terminate=True)
 
@@ -205,7 +205,7 @@ class Ended(NamedTuple):
     """A vector environment that was used and closed.
 
     Attributes:
-        started: The processes that it had started.
+        started: The processes that the vector environment had started.
     """
 
     play: Play
@@ -213,16 +213,16 @@ class Ended(NamedTuple):
 
 
 class Subject:
-    """What is examined, by all laws in turn.
+    """The vector environment that all laws examine in turn.
 
     Attributes:
-        seed: For all that is drawn by chance.
-        factories: Of its environments, if they are known.
-        worker_pids: Tells the ids of the processes whose loss it survives, if it says so.
-        name: The vector environment, as it shows itself.
-        play: The one that a law has used last.
-        open_files: How many this process had whenever the vector environments of a law were closed; since those that
-            laws share were made.
+        seed: The seed of everything random.
+        factories: The factories of its environments, if they are known.
+        worker_pids: Returns the ids of the processes whose loss it claims to survive, if it claims that.
+        name: The repr of the vector environment, and its autoreset mode.
+        play: The instance that a law has used last.
+        open_files: How many files this process had open each time the instances of a law were closed, since the shared
+            instances were made.
     """
 
     def __init__(
@@ -249,10 +249,10 @@ class Subject:
         self._recording: list[Moment] | None = None
 
     def shared(self, number: int = 0) -> Play:
-        """Return a vector environment that laws have used before, and will after this one: reset it, step it, no more.
+        """Return an instance that all laws share: only reset it and step it.
 
         Args:
-            number: Which; two of them can be compared with each other.
+            number: Which shared instance; two can be compared with each other.
         """
         if number not in self._shared:
             play = self._shared[number] = Play(self._make, self.seed)
@@ -261,18 +261,18 @@ class Subject:
         return self.play
 
     def risked(self) -> Play:
-        """Return one that laws share, for what it should survive; if it does not, the next law gets another one."""
+        """Return a shared instance for something it should survive; if it does not, the next law gets a new one."""
         self._is_risked = True
         return self.shared(1)
 
     def fresh(self) -> Play:
-        """Make a vector environment for one law, which may break it."""
+        """Make an instance for one law, which may break it."""
         self.play = Play(self._make, self.seed)
         self._fresh.append(self.play)
         return self.play
 
     def ended(self) -> Ended:
-        """Make a vector environment, use it and close it, once for all laws of the end."""
+        """Make an instance, use it and close it, once for all laws about closing."""
         if self._ended is None:
             before = set(descendants(os.getpid()))
             play = self.fresh()
@@ -287,7 +287,7 @@ class Subject:
         return self._ended
 
     def record(self) -> list[Moment]:
-        """Play from a reset with the seed on, and note everything."""
+        """Record a run that begins with a seeded reset."""
         play = self.shared()
         play.begin()
         while sum(moment.is_step for moment in play.moments) < self._num_steps:
@@ -296,10 +296,10 @@ class Subject:
         return self._recording
 
     def check_factories(self) -> None:
-        """See that there are as many factories as environments, as far as it could be made.
+        """Check that there are as many factories as environments, if an instance could be made.
 
         Raises:
-            ConfigError: There are more or fewer.
+            ConfigError: The numbers differ.
         """
         count = next((play.num_envs for play in self._shared.values()), None)
         if self.factories is not None and count not in (None, len(self.factories)):
@@ -308,7 +308,7 @@ class Subject:
             )
 
     def demand_run(self) -> None:
-        """See that there is a recorded run.
+        """Check that there is a recorded run.
 
         Raises:
             NotApplicable: There is none.
@@ -331,7 +331,7 @@ class Subject:
         """Return the steps of the recorded run in which an episode ended.
 
         Raises:
-            NotApplicable: None did.
+            NotApplicable: No episode ended.
         """
         endings = [moment for moment in self.steps if moment.ended.any()]
         if not endings:
@@ -339,17 +339,17 @@ class Subject:
         return endings
 
     def replay(self, play: Play, stop: int) -> None:
-        """Do the first calls of the recorded run once more."""
+        """Repeat the calls of the recorded run before number `stop`."""
         play.begin()
         for moment in self.recording[1:stop]:
             play.repeat(moment)
 
     def close(self) -> None:
-        """Close all that were made."""
+        """Close all instances."""
         self.forget(is_all=True)
 
     def forget(self, *, is_all: bool) -> None:
-        """Close the vector environments of one law; if it was broken, or at the end, those that laws share as well."""
+        """Close the instances of one law; if it was broken, or at the end, the shared ones as well."""
         plays = [*self._fresh, *(self._shared.values() if is_all else ())]
         self._fresh, self.play = [], None
         if is_all:
@@ -368,7 +368,7 @@ class Subject:
             self.open_files.append(len(os.listdir("/proc/self/fd")))
 
     def _is_sound(self, play: Play) -> bool:
-        """Tell whether one that laws share does as recorded."""
+        """Return whether a shared instance still behaves as recorded."""
         try:
             with deadline(_CLOSE_S):
                 self.replay(play, _SOUND_MOMENTS)
@@ -379,7 +379,7 @@ class Subject:
 
 
 def render(lines: Sequence[str]) -> str:
-    """Show calls, those that are repeated as a loop."""
+    """Show calls as code, repeated ones as a loop."""
     shown = []
     for line, same in groupby(lines):
         count = len(list(same))

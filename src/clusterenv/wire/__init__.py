@@ -1,1 +1,1 @@
-"""What travels between head and workers, and the transports it travels on."""
+"""What is sent between head and workers, and the transports that carry it."""

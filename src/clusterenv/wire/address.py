@@ -1,4 +1,4 @@
-"""Addresses: where the head listens, and under which name workers find it."""
+"""Addresses: where the head listens, and which address workers are told."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _EVERYWHERE_6 = "::"
 
 @dataclass(frozen=True)
 class Address:
-    """A host and a port; port 0 stands for any that is free."""
+    """A host and a port; port 0 stands for any free port."""
 
     host: str
     port: int = 0
 
     def __str__(self) -> str:
-        """Write it as ZeroMQ does."""
+        """Format the address as ZeroMQ does."""
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
@@ -34,15 +34,15 @@ def choose_addresses(listen: str | None, advertise: str | None, route_to: str | 
     """Decide where to listen, and which address to tell the workers.
 
     Args:
-        listen: What the user asked for, "HOST" or "HOST:PORT"; by default the one interface that workers come in by.
-        advertise: What the user asked for; by default the address that routes to the workers.
+        listen: The user's setting, "HOST" or "HOST:PORT"; by default only the interface that routes to the workers.
+        advertise: The user's setting; by default the address that routes to the workers.
         route_to: A host the workers run on; None if they run on this machine.
 
     Returns:
-        Both; a port of 0 in the second stands for the port that is bound. None if no network is needed.
+        Both addresses; port 0 in the second stands for the port that is bound. None if no network is needed.
 
     Raises:
-        ConfigError: An address cannot be read, or no address of this machine leads to the workers.
+        ConfigError: An address cannot be parsed, or no address of this machine routes to the workers.
     """
     told = None if advertise is None else _parse(advertise, "advertise")
     if listen is not None:
@@ -60,7 +60,7 @@ def choose_addresses(listen: str | None, advertise: str | None, route_to: str | 
 
 
 def make_local_endpoint() -> str | None:
-    """Make a directory that only this user can enter, for the head's socket file; None where that cannot be."""
+    """Make a directory that only this user can enter, for the head's socket file; None if that is impossible."""
     if not zmq.has("ipc"):
         return None
     try:
@@ -77,7 +77,7 @@ def make_local_endpoint() -> str | None:
 def _parse(text: str, name: str) -> Address:
     try:
         socket.inet_pton(socket.AF_INET6, text)
-        return Address(text)  # An IPv6 address has colons of its own; with a port it is written [::1]:5555.
+        return Address(text)  # An IPv6 address contains colons; with a port it is written [::1]:5555.
     except OSError:
         pass
     host, separator, port = text.rpartition(":")
@@ -107,7 +107,7 @@ def _source_address(target: str) -> str:
 
 
 def _inner_address(told: Address, route_to: str | None) -> str:
-    """Return the address to listen on where workers are told another machine's: one that forwards to this one."""
+    """Return the address to listen on if workers are told another machine's, which forwards to this one."""
     if route_to is not None:
         return _source_address(route_to)
     raise ConfigError(
@@ -118,7 +118,7 @@ def _inner_address(told: Address, route_to: str | None) -> str:
 
 
 def _own_address() -> str | None:
-    """Return an address this machine's name stands for, and not the loopback that Debian writes into /etc/hosts."""
+    """Return an address of this machine's host name, other than the loopback that Debian writes into /etc/hosts."""
     try:
         entries = socket.getaddrinfo(socket.gethostname(), None, family=socket.AF_INET)
     except OSError:

@@ -1,4 +1,4 @@
-"""Arrays of fixed size: where they come from, and how raw frames get into them."""
+"""Arrays of fixed size: how they are allocated, and filled from raw frames."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from clusterenv.wire.layout import Leaf
 
 ArrayMaker: TypeAlias = Callable[[tuple[int, ...], Leaf], NDArray[Any]]
 
-CHUNK_BYTES = 1 << 18  # No frame is larger: what head and worker take from a connection at once is bounded by it.
-_ALIGNMENT = 64  # A cache line: arrays that start on one load fastest.
+CHUNK_BYTES = 1 << 18  # The largest frame, which bounds what head and worker read from a connection at once.
+_ALIGNMENT = 64  # A cache line: aligned arrays load fastest.
 
 
 def allocate(lead: tuple[int, ...], leaf: Leaf) -> NDArray[Any]:
-    """Make an array of this process's own, `[*lead, *leaf.shape]`."""
+    """Make an array `[*lead, *leaf.shape]` in this process's own memory."""
     return np.zeros((*lead, *leaf.shape), leaf.dtype)
 
 
@@ -54,7 +54,7 @@ def fill(arrays: Sequence[NDArray[Any]], frames: Sequence[memoryview]) -> None:
     """Copy raw frames into arrays after checking all of them, so that bad frames change nothing.
 
     Args:
-        arrays: Contiguous, but for their first axis: rows of a batch, or some environments' columns of a rollout.
+        arrays: Contiguous except for their first axis: rows of a batch, or some environments' columns of a rollout.
         frames: Each array's bytes, cut at every `CHUNK_BYTES`; at least one frame per array.
 
     Raises:
@@ -87,7 +87,7 @@ def _check_pieces(arrays: Sequence[NDArray[Any]], frames: Sequence[memoryview]) 
 
 
 def _fill_large(array: NDArray[Any], frames: Iterable[memoryview]) -> None:
-    """Copy frames one after another: put together first, they would pass through memory once more."""
+    """Copy frames one by one; joining them first would take another pass through memory."""
     lines = 1 if array.flags.c_contiguous else len(array)
     rows = array.reshape(lines, -1).view(np.uint8)
     assert np.may_share_memory(rows, array), "only its first axis has gaps"
@@ -99,7 +99,7 @@ def _fill_large(array: NDArray[Any], frames: Iterable[memoryview]) -> None:
             data = (data != 0).view(np.uint8)
         row, column = divmod(offset, width)
         offset += len(data)
-        if column:  # The rest of a row that the last frame has begun.
+        if column:  # The rest of a row that the last frame began.
             begun, data = data[: width - column], data[width - column :]
             rows[row, column : column + len(begun)] = begun
             row += 1

@@ -1,4 +1,4 @@
-"""Assignment: the work a head gives a worker. It holds code, so it travels from head to worker only."""
+"""Assignment: the work a head gives a worker. It holds code, so it is only ever sent from head to worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VectorFactory = Callable[[int], "VectorEnv[Any, Any, Any]"]
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RunSpaces:
-    """The spaces of a run, which every environment's own must match.
+    """The spaces of a run, which every environment's spaces must match.
 
     Attributes:
         must_equal: Whether the observation spaces must be equal, or only agree in shape and dtype.
@@ -32,12 +32,12 @@ class Assignment:
 
     Attributes:
         factories: One factory per environment of the shard; or, for a native vector environment, a single factory that
-            takes their number.
+            takes the number of environments.
         registry: Pickled `EnvSpec`s that the worker's own Gymnasium may not know.
         start: The index of the shard's first environment.
         num_rows: How many environments the shard has.
-        num_envs: The environments of the whole run, which is what shared buffers are sized for.
-        on_env_error: "raise", or "reset" to go on after an exception of an environment with a new episode.
+        num_envs: The number of environments in the whole run, which determines the size of shared buffers.
+        on_env_error: "raise", or "reset" to continue with a new episode after an environment's exception.
     """
 
     factories: list[EnvFactory] | VectorFactory
@@ -51,16 +51,16 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class EvaluationPlan:
-    """What an evaluation is about: it has environments and a policy of its own.
+    """What an evaluation runs: its own environments and its own policy.
 
     Attributes:
         factory: Makes one environment.
-        policy: To be evaluated; it travels without its weights.
-        weights_spec: Describes them (`policy.weights`).
+        policy: The policy to evaluate, without its weights.
+        weights_spec: Describes the weights (`policy.weights`).
         weights: The weights, encoded.
         values: Per-call values for the policy, pickled.
-        max_steps: Where an episode ends that has not by then.
-        seed: Of random choices that are no episode's own.
+        max_steps: The number of steps after which an episode is cut.
+        seed: Seeds random choices that do not belong to a single episode.
     """
 
     factory: EnvFactory

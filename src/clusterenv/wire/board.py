@@ -1,13 +1,13 @@
 """Boards: weights that one worker keeps for the others on its machine, so that they cross the network once.
 
-Every worker has a board: a few bytes of nameless memory that others on the machine find as `/proc/<pid>/fd/<n>`. It
-begins with a token, by which they know that it is the right one, and lists the weights that are kept, each by its
-version and the descriptor of sealed memory of its own. Nothing has a name: whoever is killed, nothing is left.
+Every worker has a board: a few bytes of anonymous memory that others on the machine open as `/proc/<pid>/fd/<n>`. It
+begins with a token that identifies it, and lists the kept weights by version and the descriptor of their own sealed
+memory. The memory has no name, so nothing is left behind when a process is killed.
 
-    [ token, 16 bytes | version, descriptor | version, descriptor ]     numbers of 64 bits
+    [ token, 16 bytes | version, descriptor | version, descriptor ]     64-bit numbers
 
-What is read is not trusted. It must be nameless memory, which neither blocks nor does anything when it is opened; it is
-copied before it is looked at, and counts only if it has the digest that the head has told.
+What is read is not trusted. It must be anonymous memory, which neither blocks nor has side effects when opened; it is
+copied before it is examined, and accepted only if it has the digest that the head announced.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ from clusterenv.wire.messages import BoardAddress, Copy
 if hasattr(os, "memfd_create"):
     import fcntl  # Windows has none, and no use for it: there are memfds on Linux only.
 
-_NUM_KEPT = 2  # The newest, and the one before it, which somebody may be reading.
+_NUM_KEPT = 2  # The newest, and the one before it, which another worker may be reading.
 _TOKEN_BYTES = 16
 _ENTRY = struct.Struct("=Qq")
 _SIZE_BYTES = _TOKEN_BYTES + _NUM_KEPT * _ENTRY.size
 _NO_ENTRY = _ENTRY.pack(0, -1)
 _PIECE_BYTES = 1 << 30  # Linux reads and writes at most two of these at a time.
 
-Buffer: TypeAlias = Any  # What `hashlib` takes: bytes, arrays, frames. Python names it from 3.12 on.
+Buffer: TypeAlias = Any  # What `hashlib` takes: bytes, arrays, frames. Python 3.12 has a type for it.
 
 
 class Unreachable(Exception):
-    """What should lie on another worker's board never will, for this worker."""
+    """Raised when this worker will never get the expected weights from another worker's board."""
 
 
 class Board:
-    """A worker's own board, and its way to those of others.
+    """A worker's own board, which can also read other workers' boards.
 
     Attributes:
-        address: For others to find it by.
+        address: Where others find this board.
     """
 
     def __init__(self) -> None:
         """Make an empty board.
 
         Raises:
-            OSError: There is no nameless memory here.
+            OSError: This system has no anonymous memory.
         """
         if not hasattr(os, "memfd_create"):
-            raise OSError("this system has no nameless memory")
+            raise OSError("this system has no anonymous memory")
         token = secrets.token_bytes(_TOKEN_BYTES)
         self._kept: deque[tuple[int, int]] = deque()  # Versions and descriptors, the newest last.
         self._descriptor = _make_memory([token, _NO_ENTRY * _NUM_KEPT], is_writable=True)
-        self._device = os.fstat(self._descriptor).st_dev  # All nameless memory is on one device, and nothing else is.
+        self._device = os.fstat(self._descriptor).st_dev  # Shared by all anonymous memory, and nothing else.
         self.address = BoardAddress(os.getpid(), self._descriptor, token)
 
     def keep(self, version: int, pieces: Sequence[memoryview]) -> None:
-        """Keep weights for others to read, in place of the oldest that are kept.
+        """Keep weights for others to read, in place of the oldest kept ones.
 
         Raises:
-            OSError: There is no memory, or no descriptor, for them.
+            OSError: There is no memory, or no descriptor, for the weights.
         """
         descriptor = _make_memory(pieces, is_writable=False)
         gone = self._kept.popleft() if len(self._kept) == _NUM_KEPT else None
@@ -80,7 +80,7 @@ class Board:
             os.close(gone[1])
 
     def reaches(self, other: BoardAddress) -> bool:
-        """Tell whether this process can read another's board."""
+        """Whether this process can read another's board."""
         try:
             self._read_board(other)
         except Unreachable:
@@ -91,14 +91,14 @@ class Board:
         """Return a private copy of weights that another worker keeps; None if they are not there yet.
 
         Raises:
-            Unreachable: That worker is gone, cannot be reached from here, or keeps something else.
+            Unreachable: That worker is gone, its memory cannot be read from here, or it keeps something else.
         """
         listed = self._read_board(copy.board)
         descriptors = dict(_ENTRY.iter_unpack(listed[_TOKEN_BYTES:]))
         if version not in descriptors:
             kept = [number for number in descriptors if number]
             if kept and min(kept) > version:
-                raise Unreachable(f"process {copy.board.pid} keeps newer ones only")
+                raise Unreachable(f"process {copy.board.pid} keeps newer versions only")
             return None
         data = self._read_memory(copy.board.pid, descriptors[version], copy.size_bytes)
         if digest_of([data]) != copy.digest:
@@ -106,7 +106,7 @@ class Board:
         return memoryview(data)
 
     def close(self) -> None:
-        """Let no one else in; may be called again."""
+        """Close all memory, so that no other process can open it; may be called again."""
         while self._kept:
             os.close(self._kept.pop()[1])
         if self._descriptor >= 0:
@@ -116,19 +116,19 @@ class Board:
     def _read_board(self, address: BoardAddress) -> bytes:
         found = self._read_memory(address.pid, address.descriptor, _SIZE_BYTES)
         if not secrets.compare_digest(found[:_TOKEN_BYTES], address.token):
-            raise Unreachable(f"process {address.pid} is another one than was meant")
+            raise Unreachable(f"process {address.pid} is not the expected one")
         return found
 
     def _read_memory(self, pid: int, descriptor: int, size_bytes: int) -> bytes:
-        """Copy another process's nameless memory of exactly this size."""
+        """Copy another process's anonymous memory of exactly this size."""
         try:
             with contextlib.ExitStack() as stack:
-                # Not yet opened: what is no memory might block, or do something, if it were.
+                # O_PATH does not really open it yet: anything but memory might block, or have side effects.
                 path = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_PATH | os.O_CLOEXEC)
                 stack.callback(os.close, path)
                 found = os.fstat(path)
                 if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_size) != (self._device, size_bytes):
-                    raise Unreachable(f"descriptor {descriptor} of process {pid} is not the memory that was meant")
+                    raise Unreachable(f"descriptor {descriptor} of process {pid} is not the expected memory")
                 opened = os.open(f"/proc/self/fd/{path}", os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, opened)
                 pieces: list[bytes] = []
@@ -143,10 +143,10 @@ class Board:
 
 
 def describe_machine() -> str:
-    """Return what processes have in common that may be able to read each other's memory; nothing if none can.
+    """Return a text that is equal for processes that may be able to read each other's memory; "" if none can.
 
-    The kernel's boot, the user, the namespaces of processes and of the network: what has an address of its own is a
-    machine of its own.
+    It names the kernel's boot id, the user, and the pid and network namespaces: a container with its own address counts
+    as its own machine.
     """
     if sys.platform != "linux":
         return ""
@@ -159,7 +159,7 @@ def describe_machine() -> str:
 
 
 def digest_of(pieces: Iterable[Buffer]) -> bytes:
-    """Return the SHA-256 of weights that are in pieces."""
+    """Return the SHA-256 of weights given in pieces."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
@@ -167,7 +167,7 @@ def digest_of(pieces: Iterable[Buffer]) -> bytes:
 
 
 def _make_memory(pieces: Sequence[bytes | memoryview], *, is_writable: bool) -> int:
-    """Return a descriptor of nameless memory with this content, and of this size forever."""
+    """Return a descriptor of anonymous memory with this content, sealed to its size."""
     descriptor = os.memfd_create("clusterenv-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         for piece in pieces:

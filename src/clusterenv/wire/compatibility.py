@@ -1,4 +1,4 @@
-"""Versions: those that head and worker must agree on so that code can be sent, and those of whatever was imported."""
+"""Compatibility: package versions that head and worker must agree on, and those of imported packages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DISTRIBUTIONS = {"clusterenv": "clusterenv-rl"}
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions in this process."""
+    """Return the versions installed in this process."""
     return {
         "clusterenv": clusterenv.__version__,
         "python": platform.python_version(),
@@ -34,12 +34,12 @@ def installed_versions() -> dict[str, str]:
 
 
 def imported_packages(before: Collection[str] = ()) -> dict[str, str]:
-    """Return the versions of what this process has imported that is not Python's own, by the names of modules.
+    """Return the versions of imported modules outside the standard library, by module name.
 
-    A package without a version that is not installed either, such as a user's own, has a digest of its source for one.
+    For a package that has no version and is not installed, such as a user's own, a digest of its source is used.
 
     Args:
-        before: Modules that are not asked for.
+        before: Modules to leave out.
     """
     names = {name for name in sys.modules if "." not in name and not name.startswith("_")}
     names -= {*before, *sys.stdlib_module_names, "clusterenv"}
@@ -50,7 +50,7 @@ def imported_packages(before: Collection[str] = ()) -> dict[str, str]:
 def version_of(name: str) -> str:
     """Return the version of a package, if it is imported or installed here and has one."""
     module = sys.modules.get(name)
-    version = None if module is None else vars(module).get("__version__")  # Asked, a lazy module would load itself.
+    version = None if module is None else vars(module).get("__version__")  # getattr could load a lazy module.
     if isinstance(version, str):
         return version[:_MAX_CHARACTERS]
     from importlib import metadata  # Takes longer to import than half of clusterenv, and most heads never need it.
@@ -63,7 +63,7 @@ def version_of(name: str) -> str:
 
 
 def find_conflict(head: Mapping[str, str], worker: Mapping[str, str]) -> str:
-    """Say what to install on the worker's side so that it works with the head; an empty string if it does already."""
+    """Say what to install on the worker's side to match the head; "" if it matches already."""
     wrong = [name for name, parts in _PARTS.items() if _cut(head[name], parts) != _cut(worker.get(name, ""), parts)]
     if not wrong:
         return ""
@@ -75,7 +75,7 @@ def find_conflict(head: Mapping[str, str], worker: Mapping[str, str]) -> str:
 
 
 def _digest(file: str) -> str:
-    """Return a digest of a package's source, if it is neither installed nor too large to be somebody's own."""
+    """Return a digest of a package's source; "" if it is installed, or too large to be a user's own."""
     path = Path(file)
     if path.suffix != ".py" or {"site-packages", "dist-packages"} & set(path.parts):
         return ""

@@ -1,6 +1,6 @@
-"""Endpoints: what a worker knows of the head's address: its socket file, and whether anybody listens there.
+"""Endpoints: the head's address as a worker sees it: its socket file, and whether anything listens there.
 
-Only the standard library: a worker's guardian, which is to stay small, needs this too.
+Imports only the standard library, because a worker's guardian, which must stay small, needs this too.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import socket as sockets
 from pathlib import Path
 from urllib.parse import urlsplit
 
-_REFUSED_S = 2.0  # Connections are refused: the head's process has ended.
-_PATIENCE = 6  # No answer at all for this many times `silence_s`: the head's machine is off, or the network cut.
+_REFUSED_S = 2.0  # After connections were refused for this long, the head's process has ended.
+_PATIENCE = 6  # After no answer for this many times `silence_s`, the head's machine or the network is down.
 _CONNECT_S = 2.0
 
 IPC = "ipc://"
@@ -20,7 +20,7 @@ SOCKET_NAME = "head"
 
 
 def socket_file(endpoint: str) -> Path | None:
-    """Return the socket file that an endpoint stands for; None if it is an address of the network."""
+    """Return the socket file that an endpoint stands for; None if it is a network address."""
     return Path(endpoint.removeprefix(IPC)) if endpoint.startswith(IPC) else None
 
 
@@ -29,7 +29,7 @@ def remove_endpoint(endpoint: str) -> None:
     path = socket_file(endpoint)
     if path is None or path.name != SOCKET_NAME or not path.parent.name.startswith(DIRECTORY_PREFIX):
         return
-    with contextlib.suppress(OSError):  # Several workers may do this at once, and after the head has.
+    with contextlib.suppress(OSError):  # Several workers may do this at once, or after the head has done it.
         path.unlink(missing_ok=True)
         path.parent.rmdir()
 
@@ -38,8 +38,8 @@ class ReachabilityProbe:
     """Makes test connections to one address, and remembers since when none has succeeded.
 
     Attributes:
-        patience_s: How long nobody may answer there before there is no hope any more.
-        problem: Why nobody answers; empty if somebody does, or the machine says that nobody listens.
+        patience_s: How long to wait for an answer before giving up.
+        problem: Why there is no answer; empty if there is one, or if the machine refuses the connection.
     """
 
     def __init__(self, endpoint: str, silence_s: float) -> None:
@@ -47,7 +47,7 @@ class ReachabilityProbe:
 
         Args:
             endpoint: A ZeroMQ address, `tcp://` or `ipc://`.
-            silence_s: After how many seconds of silence the head gives a worker up; this side is more patient.
+            silence_s: After how many seconds of silence the head gives up a worker; this side is more patient.
         """
         self._endpoint = endpoint
         self.patience_s = _PATIENCE * silence_s
@@ -56,15 +56,15 @@ class ReachabilityProbe:
         self._silent_since: float | None = None
 
     def forget(self) -> None:
-        """Begin anew: the head was heard of in another way."""
+        """Start over, because there was another sign of the head."""
         self._refused_since = self._silent_since = None
         self.problem = ""
 
     def try_once(self, now: float) -> str:
-        """Try once; returns why there is no hope any more, or nothing while there is."""
+        """Try once; returns why to give up, or "" while there is hope."""
         try:
             self._connect()
-        except (ConnectionRefusedError, FileNotFoundError):  # The latter for `ipc://`: the head has tidied up.
+        except (ConnectionRefusedError, FileNotFoundError):  # With `ipc://`, the head may have removed the file.
             self._silent_since = None
             self.problem = ""
             if self._refused_since is None:

@@ -1,8 +1,8 @@
-"""Infos in shared memory: those of which every environment has every one, as a number. Most infos are such.
+"""Infos in shared memory: numbers that every environment of a shard has under the same keys, as most infos are.
 
-They lie in slots beside the planes, a column each, and cost the head a copy: no message is made, sent or read. What the
-columns are called, and their dtypes, the worker writes next to its mailbox whenever that changes. Its replies say which
-generation of these names they go by. Infos of any other form, and all infos over ZeroMQ, travel as `wire.values`.
+They lie in slots beside the step buffers, a column each, and cost the head only a copy: no message is made, sent or
+read. The worker writes the columns' names and dtypes to its mailbox's memory whenever they change, and its replies say
+which generation of the names applies. All other infos, and all infos over ZeroMQ, are sent as `wire.values`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class FullInfos(dict[str, Any]):
-    """Infos in Gymnasium's vector layout that fit the slots, without their masks: all of them are true.
+    """Infos in Gymnasium's vector layout that fit the slots, without their masks, which are all true.
 
-    Whoever makes one has seen to it that `fits` is true of it.
+    Only made from infos that `fits` has accepted.
     """
 
 
 def fits(columns: Mapping[str, Any], num_rows: int) -> bool:
-    """Tell whether infos that every environment has can be `FullInfos`: columns of numbers."""
+    """Whether infos that every environment has can be `FullInfos`, which are columns of numbers."""
     return 0 < len(columns) <= MAX_COLUMNS and all(
         type(key) is str
         and key.isascii()
@@ -60,8 +60,8 @@ class SlotWriter:
     """A worker's side.
 
     Args:
-        slots: `[MAX_COLUMNS, environments]`, eight bytes each, of the worker's own shard.
-        box: Where the names go.
+        slots: `[MAX_COLUMNS, environments]`, eight bytes each, for the worker's own shard.
+        box: Where to write the names.
     """
 
     def __init__(self, slots: NDArray[np.uint64], box: memoryview) -> None:
@@ -69,11 +69,11 @@ class SlotWriter:
         self._box = box
         self._names: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         self._columns: list[NDArray[Any]] = []
-        # Anything but what a worker in this place has used before.
+        # Random, to differ from the generations that earlier incarnations of this worker used.
         self._generation = secrets.randbelow(MAX_GENERATION)
 
     def write(self, infos: FullInfos) -> int:
-        """Put infos into the slots; returns the generation of their names, or 0 if these are too long."""
+        """Write infos to the slots; returns the generation of their names, or 0 if the names are too long."""
         names = tuple(infos), tuple([_CODES[column.dtype] for column in infos.values()])
         if names != self._names and not self._rename(*names):
             return 0
@@ -97,7 +97,7 @@ class SlotReader:
     """The head's side.
 
     Args:
-        slots: Of all environments.
+        slots: The slots of all environments.
         shards: The environments of each worker, `[start, stop)`.
         find_box: Returns the box of a worker, given its index.
     """
@@ -111,12 +111,12 @@ class SlotReader:
         self._slots = slots
         self._shards = shards
         self._find_box = find_box
-        self._names: list[tuple[int, _Names]] = [(0, _Names((), ()))] * len(shards)  # And their generations.
+        self._names: list[tuple[int, _Names]] = [(0, _Names((), ()))] * len(shards)  # With their generations.
         self._common: list[int] = []  # The generations of all workers, if their names are the same.
         self._makers: list[tuple[str, Callable[[], NDArray[Any]]]] = []
 
     def read_all(self, generations: list[int]) -> dict[str, Any] | None:
-        """Return the infos of all environments; None if the workers are not known to have the same ones."""
+        """Return the infos of all environments; None unless all workers are known to have the same names."""
         if generations != self._common:
             first = self._names[0][1]
             if any(known != (generation, first) for known, generation in zip(self._names, generations, strict=True)):
@@ -129,14 +129,14 @@ class SlotReader:
         """Return the infos of one worker's environments.
 
         Raises:
-            WireError: The worker has not written down what they are called.
+            WireError: The names that the worker has written are malformed.
         """
         start, stop = self._shards[index]
         self._learn(index, generation)
         return {key: make() for key, make in _makers(self._slots[:, start:stop], self._names[index][1])}
 
     def _learn(self, index: int, generation: int) -> None:
-        """Look up what a worker's infos are called, if that has changed."""
+        """Read the names of a worker's infos, if they have changed."""
         if self._names[index][0] == generation:
             return
         box = self._find_box(index)
@@ -153,13 +153,13 @@ class SlotReader:
 
 
 def _column(slot: NDArray[np.uint64], code: str) -> NDArray[Any]:
-    """Return a slot's column: every number begins where eight bytes do, so that shards never overlap."""
+    """Return a slot's column; each number starts at a multiple of eight bytes, so that shards never overlap."""
     dtype = _DTYPES[code]
     return slot.view(dtype)[:: _SLOT_BYTES // dtype.itemsize]
 
 
 def _makers(slots: NDArray[np.uint64], names: _Names) -> list[tuple[str, Callable[[], NDArray[Any]]]]:
-    """Return what makes each of the infos anew, masks included. The same few calls for all: they find warm caches."""
+    """Return functions that copy each info and make its mask, few and reused for every step to keep caches warm."""
     everyone = np.ones(slots.shape[1], np.bool_)
     makers: list[tuple[str, Callable[[], NDArray[Any]]]] = []
     for slot, key, code in zip(slots, names.keys, names.dtypes, strict=False):

@@ -1,6 +1,6 @@
 """Layout: how the values of a space are stored in arrays.
 
-A space is a tree; each leaf is stored in a column of its own. A leaf of fixed size (Box, Discrete, MultiDiscrete,
+A space is a tree, and each leaf is stored in its own column. A leaf of fixed size (Box, Discrete, MultiDiscrete,
 MultiBinary) becomes an array `[num_envs, *shape]`. A leaf of varying size (Text, Graph, Sequence, OneOf, a user's own)
 becomes a list of objects. This is exactly how Gymnasium batches them, so columns need only be nested again.
 """
@@ -35,10 +35,10 @@ class Leaf:
 
 
 class Layout:
-    """The columns of a space, and the way between a nested value and its columns.
+    """The columns of a space, and the conversion between nested values and columns.
 
     Attributes:
-        space: Whose they are.
+        space: The space.
         leaves: One per column.
         is_single: Whether the space is one array of fixed size, the common case.
         is_fixed: Whether every leaf has a fixed size.
@@ -59,7 +59,7 @@ class Layout:
         return parts
 
     def nest(self, columns: Sequence[Any]) -> Any:
-        """Arrange one item per leaf as the space arranges them."""
+        """Nest one item per leaf like the space."""
         return self._nest(iter(columns))
 
 

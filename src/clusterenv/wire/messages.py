@@ -1,9 +1,9 @@
 """The messages: what head and workers say to each other.
 
-Each is a small struct, encoded as a MessagePack array whose first element says which message it is. Every request
-carries the number of its call and every reply repeats it, so that an answer can never be taken for the answer to
-another call. Values of any shape (infos, results) travel inside as bytes of `wire.values`; code travels as bytes of
-cloudpickle, from the head to the workers only.
+Each message is a small struct, encoded as a MessagePack array whose first element says which message it is. A request
+carries the number of its call and its reply repeats it, so that an answer can never be mistaken for the answer to
+another call. Values of any shape (infos, results) are embedded as bytes of `wire.values`; code is embedded as bytes of
+cloudpickle, and only ever sent from the head to the workers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from clusterenv.wire.info_planes import MAX_GENERATION
 
 PROTOCOL = 8
 
-# Shown to people, in errors and logs: of one line, and a short one.
+# Shown to people in errors and logs, so a single short line.
 Name = Annotated[str, Meta(max_length=255, pattern=r"\A[ -~]*\Z")]
 Key = Annotated[str, Meta(pattern=r"\A[!-~]{40}\Z")]  # a public CURVE key in Z85
 
 
-Packages = Annotated[dict[Name, Name], Meta(max_length=1000)]  # modules that were imported, and their versions
+Packages = Annotated[dict[Name, Name], Meta(max_length=1000)]  # imported modules and their versions
 
-# Whose code has raised. "function" is one that was given to `ClusterEnv.apply`.
+# Whose code raised. "function" is one that was given to `ClusterEnv.apply`.
 Where: TypeAlias = Literal["environment", "policy", "factory", "function"]
 
 
@@ -34,10 +34,10 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Shared memory for whoever can reach it."""
+    """Shared memory for any worker that can open it."""
 
     address: str
-    nonce: bytes  # what it begins with, so that nobody opens another's by mistake
+    nonce: bytes  # the first bytes of the memory, so that no other memory is opened by mistake
 
 
 class BoardAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -45,14 +45,14 @@ class BoardAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     descriptor: Annotated[int, Meta(ge=0, le=2**31 - 1)]
-    token: Annotated[bytes, Meta(min_length=16, max_length=16)]  # what it begins with
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]  # the first bytes of the board
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The one copy of a version's weights for all workers of a machine.
 
-    To the worker whose board it is: put the weights that come with this onto it. To others: they do not come, find them
-    there.
+    It tells the board's owner to put the weights that follow on its board, and tells other workers, which are not sent
+    the weights, to read them there.
     """
 
     board: BoardAddress
@@ -81,12 +81,12 @@ class Serve(_Message, tag=14, frozen=True):
     call: int
     spaces: bytes  # cloudpickle of a `wire.assignment.RunSpaces`
     memory: Offer | None  # the bell and the step buffers; None: send arrays over the socket
-    mailbox: Offer | None  # of this worker alone
-    neighbour: BoardAddress | None = None  # of a worker that says it is on the same machine: can it be read?
+    mailbox: Offer | None  # for this worker alone
+    neighbour: BoardAddress | None = None  # the board of a worker that may be on the same machine, to try to read
 
 
 class Reset(_Message, tag=2, frozen=True):
-    """Head to worker: reset the shard, or the environments the mask names."""
+    """Head to worker: reset the shard, or the environments in the mask."""
 
     call: int
     buffer: int  # which of the two step buffers to fill
@@ -124,7 +124,7 @@ class Stop(_Message, tag=6, frozen=True):
 
 
 class Refused(_Message, tag=7, frozen=True):
-    """Head to worker: you cannot join, and why."""
+    """Head to worker: you cannot join, for this reason."""
 
     reason: str
 
@@ -135,22 +135,22 @@ class Adopt(_Message, tag=8, frozen=True):
     call: int
     code: bytes  # cloudpickle of (pickled policy, weights spec)
     version: int
-    weights: Offer | None  # where this version's weights lie, and later ones' will; None: they follow as a frame
+    weights: Offer | None  # memory for the weights of this and later versions; None: they follow as frames
     arguments: bytes | None  # cloudpickle: per-call values to try the policy with
-    copy: Copy | None = None  # who on this machine gets the weights
+    copy: Copy | None = None  # the board on this machine that gets the weights
 
 
 class Collect(_Message, tag=10, frozen=True):
-    """Head to worker: make a rollout; new weights, if any, are in the weights' memory or follow as a frame."""
+    """Head to worker: make a rollout; new weights, if any, are in the weights' memory or follow as frames."""
 
     call: int
     num_steps: int
-    num_probes: int  # at how many rows to say how actions were distributed; 0: none
-    version: int | None  # of the new weights; None: go on with those you have
+    num_probes: int  # at how many rows to report how actions were distributed; 0: none
+    version: int | None  # of the new weights; None: keep the current ones
     arguments: bytes | None  # cloudpickle: per-call values
-    memory: Offer | None  # where the rollout goes; None: send it as frames
-    is_own: bool = False  # whether it is one of a stream, and that memory is for this shard's columns only
-    record: int | None = None  # its number in a recording: it stays with the worker, but for the last step
+    memory: Offer | None  # where to put the rollout; None: send it as frames
+    is_own: bool = False  # whether it belongs to a stream, so that the memory is for this shard's columns only
+    record: int | None = None  # its number in a recording: all but the last step stays on the worker
     copy: Copy | None = None  # as with Adopt
 
 
@@ -166,42 +166,42 @@ class Decide(_Message, tag=11, frozen=True):
 
 
 class Record(_Message, tag=35, frozen=True):
-    """Head to worker: record here the rollouts that stay with you, and no longer elsewhere. Answered by Returned."""
+    """Head to worker: from now on record rollouts in this directory. Answered by Returned."""
 
     call: int
-    directory: str | None  # None: record no more
-    about: bytes  # values: a dict, what is said of the run
-    incarnation: int  # how many workers have joined in this place
+    directory: str | None  # None: stop recording
+    about: bytes  # values: a dict that describes the run
+    incarnation: int  # how many processes have joined as this worker
 
 
 class Ping(_Message, tag=12, frozen=True):
-    """Head to worker: nothing. It is sent to find out whether there is still somebody to send to."""
+    """Head to worker: nothing. It is sent to find out whether the worker is still connected."""
 
 
 class Resume(_Message, tag=13, frozen=True):
-    """Head to worker: you have taken over for a worker that was lost; this is what the learner saw last.
+    """Head to worker: you replace a worker that was lost; this is what the learner saw last.
 
-    The next step is answered by the autoreset mode, as if it had truncated these episodes. A rollout begins with
-    the new episodes instead.
+    The next step is answered as if it had truncated these episodes, in the way of the autoreset mode. A rollout begins
+    with the new episodes instead.
     """
 
     call: int
     buffer: int  # which of the two step buffers the learner saw last
     seeds: list[int]  # what to reset the environments with
     seen: bytes  # values: one array per leaf, a list of objects for a leaf without a fixed size
-    ended: list[bool]  # whose episode had ended already
+    ended: list[bool]  # which episodes had already ended
 
 
 class Cancel(_Message, tag=15, frozen=True):
-    """Head to worker: forget the rollouts that were asked for before this and have not begun. Answered by Returned."""
+    """Head to worker: drop the rollouts requested before this that have not begun. Answered by Returned."""
 
     call: int
 
 
 class Load(_Message, tag=16, frozen=True):
-    """Head to worker: the weights that follow as a frame are for the next rollout. There is no reply.
+    """Head to worker: use the weights that follow as frames from the next rollout on. There is no reply.
 
-    Without any, and without a copy to find, it answers `Missing`: there are none, go on with those you have.
+    Without weights and without a copy, it answers `Missing`: there are none, keep the current ones.
     """
 
     version: int
@@ -217,7 +217,7 @@ class Apply(_Message, tag=17, frozen=True):
 
 
 class Show(_Message, tag=19, frozen=True):
-    """Head to worker: show once more, in the other step buffer, what was shown last. Answered by Stepped."""
+    """Head to worker: show the last results again, in the other step buffer. Answered by Stepped."""
 
     call: int
     buffer: int
@@ -227,29 +227,29 @@ class Episode(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """One episode of an evaluation."""
 
     index: int  # in the evaluation's table
-    seed: int  # to reset the environment with
-    options: bytes | None  # cloudpickle: likewise
+    seed: int  # for the environment's reset
+    options: bytes | None  # cloudpickle: for the environment's reset
 
 
 class Evaluate(_Message, tag=32, frozen=True):
-    """Head to worker: play these episodes too, and say after a while which are over. Answered by Evaluated."""
+    """Head to worker: play these episodes as well, and soon report which are over. Answered by Evaluated."""
 
     call: int
-    code: bytes | None  # cloudpickle of a `wire.assignment.EvaluationPlan`; None: go on with the one you have
+    code: bytes | None  # cloudpickle of a `wire.assignment.EvaluationPlan`; None: continue with the current one
     num_envs: int  # how many environments to use
     episodes: list[Episode]
-    limit_s: float  # answer after this many seconds at the latest, or one step
+    limit_s: float  # answer after this many seconds at the latest, but at least one step
 
 
 class Registered(_Message, tag=18, frozen=True):
-    """Head to worker: your key is known from now on; come in by it, and join."""
+    """Head to worker: your key is now accepted; reconnect with it, and join."""
 
 
 class Join(msgspec.Struct, tag=20, frozen=True, array_like=True):
     """Worker to head: here I am.
 
-    Like Register it must be readable to a head of another version, so that the worker can be told: their fields are
-    never changed, only added to, and fields that are not known are passed over.
+    Like Register, it must be readable by a head of another version, so that the head can refuse the worker: their
+    fields are never changed, only added to, and unknown fields are ignored.
     """
 
     protocol: int
@@ -257,16 +257,16 @@ class Join(msgspec.Struct, tag=20, frozen=True, array_like=True):
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     hostname: Name
     versions: Annotated[dict[Name, Name], Meta(max_length=100)] = {}
-    machine: Name = ""  # the same for workers that may be able to read each other's memory
+    machine: Name = ""  # equal for workers that may be able to read each other's memory
     board: BoardAddress | None = None
 
 
 class Made(_Message, tag=29, frozen=True):
-    """Worker to head: the shard's environments are made, and this is what they are like."""
+    """Worker to head: the shard's environments are made; this describes them."""
 
     call: int
     description: bytes  # values: a dict, see `worker.making.describe_envs`
-    packages: Packages = {}  # what making them imported
+    packages: Packages = {}  # packages imported to make them
 
 
 class Ready(_Message, tag=21, frozen=True):
@@ -278,16 +278,16 @@ class Ready(_Message, tag=21, frozen=True):
 
 
 class Progress(_Message, tag=30, frozen=True):
-    """Worker to head: this call is under way, and a step or reset of it is finished. No answer yet."""
+    """Worker to head: this call is making progress: a step or reset is finished. Not yet an answer."""
 
     call: int
 
 
 class Missing(_Message, tag=34, frozen=True):
-    """Worker to head: I do not find the weights that another worker here was to keep. No answer to a call."""
+    """Worker to head: the weights are not on the other worker's board. Not an answer to a call."""
 
     version: Annotated[int, Meta(ge=0, lt=2**53)]
-    held: Annotated[int, Meta(ge=0, lt=2**53)]  # what it has instead
+    held: Annotated[int, Meta(ge=0, lt=2**53)]  # the version it holds instead
 
 
 class Stepped(_Message, tag=22, frozen=True):
@@ -295,14 +295,14 @@ class Stepped(_Message, tag=22, frozen=True):
 
     call: int
     infos: bytes | None  # values; None: empty
-    columns: bytes | None  # values: what has no fixed size, one list per leaf; None: nothing
-    generation: Annotated[int, Meta(ge=0, lt=MAX_GENERATION)] = 0  # of the infos in shared memory; 0: none are there
-    errors: list[tuple[int, str]] = []  # exceptions of environments that were forgiven: rows of the shard, and texts
+    columns: bytes | None  # values: leaves without a fixed size, one list per leaf; None: there are none
+    generation: Annotated[int, Meta(ge=0, lt=MAX_GENERATION)] = 0  # of the infos in shared memory; 0: there are none
+    errors: list[tuple[int, str]] = []  # forgiven exceptions of environments: rows of the shard, and texts
     probes: bytes | None = None  # values: see `policy.probes.Probes`
 
     @property
     def is_plain(self) -> bool:
-        """Whether two numbers say it all: the call's, and the infos' generation."""
+        """Whether the reply consists of two numbers only: the call and the generation of the infos."""
         return self.infos is None and self.columns is None and self.probes is None and not self.errors
 
 
@@ -314,7 +314,7 @@ class Returned(_Message, tag=23, frozen=True):
 
 
 class Failed(_Message, tag=24, frozen=True):
-    """Worker to head: an environment, the policy, or other code of the user's raised."""
+    """Worker to head: an environment, the policy, or other user code raised."""
 
     call: int
     env_index: int | None
@@ -322,8 +322,8 @@ class Failed(_Message, tag=24, frozen=True):
     type_name: str
     text: str
     traceback: str
-    where: Where = "environment"  # whose code it was
-    base: str = ""  # the name of the nearest built-in type the exception's type descends from
+    where: Where = "environment"  # whose code raised
+    base: str = ""  # the name of the nearest built-in base of the exception's type
 
 
 class Adopted(_Message, tag=25, frozen=True):
@@ -332,7 +332,7 @@ class Adopted(_Message, tag=25, frozen=True):
     call: int
     extras: list[ArraySpec]
     states: list[ArraySpec]
-    packages: Packages = {}  # what has been imported since `Made`
+    packages: Packages = {}  # packages imported since `Made`
 
 
 class Collected(_Message, tag=27, frozen=True):
@@ -341,21 +341,21 @@ class Collected(_Message, tag=27, frozen=True):
     call: int
     summary: bytes  # values: finished episodes and final observations
     busy_s: float
-    first: int  # the first step that has not come in a Part
+    first: int  # the first step that was not sent in a Part
     version: Annotated[int, Meta(ge=0, lt=2**53)]  # of the weights it was made with
     probes: bytes | None = None  # values: see `policy.probes.Probes`
 
 
 class Evaluated(_Message, tag=33, frozen=True):
-    """Worker to head: the episodes that are over since the last answer, and those that were not begun."""
+    """Worker to head: the episodes that have finished since the last answer, and those that were not begun."""
 
     call: int
     finished: bytes  # values: a list, see `worker.episode_player`
-    unstarted: list[int]  # these episodes are the head's again
+    unstarted: list[int]  # episodes that go back to the head
 
 
 class Part(_Message, tag=28, frozen=True):
-    """Worker to head: the next steps of the rollout under way, as frames, while the rest is being made."""
+    """Worker to head: the next steps of the current rollout, as frames, while the rest is being made."""
 
     call: int
     first: int
@@ -363,7 +363,7 @@ class Part(_Message, tag=28, frozen=True):
 
 
 class Register(msgspec.Struct, tag=31, frozen=True, array_like=True):
-    """Worker to head, the only message for which the ticket's key is good: I want to join, and this is my own key."""
+    """Worker to head: I want to join, and this is my own key. The only message that the ticket's key allows."""
 
     protocol: int
     worker_index: int
@@ -416,10 +416,10 @@ encode = _encoder.encode
 
 
 def decode_request(frame: bytes | memoryview) -> Request:
-    """Decode and check what a head sent.
+    """Decode and check a message from the head.
 
     Raises:
-        WireError: It is not a request.
+        WireError: The message is not a request.
     """
     try:
         return _request_decoder.decode(frame)
@@ -428,10 +428,10 @@ def decode_request(frame: bytes | memoryview) -> Request:
 
 
 def decode_reply(frame: bytes | memoryview) -> Reply:
-    """Decode and check what a worker sent.
+    """Decode and check a message from a worker.
 
     Raises:
-        WireError: It is not a reply.
+        WireError: The message is not a reply.
     """
     try:
         return _reply_decoder.decode(frame)

@@ -1,4 +1,4 @@
-"""A log that a flood of warnings, which strangers may provoke, cannot fill."""
+"""RateLimitedLog: keeps a flood of warnings, which strangers may provoke, from filling the log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RateLimitedLog:
         self._count = 0
 
     def warn(self, text: str, *args: object) -> None:
-        """Log a warning, unless there have been too many. Newlines in it cannot pass for lines of the log."""
+        """Log a warning, unless there have been too many. Newlines are replaced, so that it stays on one line."""
         now = time.monotonic()
         if now - self._since > _PERIOD_S:
             if self._count > self._limit:

@@ -1,9 +1,9 @@
 """Semaphores that live in shared memory: the cheapest wake-up between processes.
 
-These are POSIX's unnamed semaphores, so nothing is left behind however the processes end. They are created by the C
+These are POSIX unnamed semaphores, so nothing is left behind however the processes end. They are created by the C
 library, through ctypes, and then posted and waited for by the C code behind Python's own `multiprocessing`, which takes
-an eighth of the time that ctypes would. Its `SemLock` is meant for named semaphores, but its `_rebuild` accepts the
-address of any.
+an eighth of the time ctypes would. Its `SemLock` is meant for named semaphores, but its `_rebuild` accepts the address
+of any semaphore.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-SIZE_BYTES = 64  # sem_t takes 32 on Linux; with a cache line each, neighbours do not slow one another.
+SIZE_BYTES = 64  # sem_t takes 32 on Linux; with a cache line each, neighbours do not slow each other down.
 
 _SemLock: Any = getattr(_multiprocessing, "SemLock", None)
 # macOS has no unnamed semaphores; ZeroMQ is used there.
@@ -31,7 +31,7 @@ class Semaphore:
     """A counting semaphore at a given address in shared memory.
 
     Attributes:
-        acquire: Takes one count if there is one, or waits for it if the first argument is true.
+        acquire: Takes one count if there is one; waits for it if the first argument is true.
         release: Adds one count. Raises if the semaphore is full.
     """
 
@@ -48,7 +48,7 @@ class Semaphore:
         if initialise and _libc.sem_init(address, 1, 0) != 0:
             raise OSError(ctypes.get_errno(), "sem_init failed")
         lock = _SemLock._rebuild(address, _KIND_SEMAPHORE, _SemLock.SEM_VALUE_MAX, None)
-        # It must never be freed: that would call sem_close, which is for named semaphores only.
+        # The lock must never be freed: that would call sem_close, which is for named semaphores only.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(lock))
         self.acquire: Callable[..., bool] = lock.acquire
         self.release: Callable[[], None] = lock.release
@@ -65,14 +65,14 @@ class Semaphore:
         return self.acquire(False)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until there is a count to take; False if that took too long. Ctrl-C interrupts it."""
+        """Sleep until there is a count to take; returns False on timeout. Ctrl-C interrupts it."""
         return self.acquire(True, timeout_s)
 
     def wait_eagerly(self, timeout_s: float, eager_s: float) -> bool:
         """Keep trying for `eager_s`, letting other processes run in between, and only then sleep.
 
-        Falling asleep and waking up costs more than a short step takes. Yielding matters: where processes outnumber
-        cores, one that occupies a core while it tries keeps the very process it waits for from running.
+        Falling asleep and waking up takes longer than a short step. Yielding matters: if processes outnumber cores, one
+        that keeps its core busy may prevent the very process it waits for from running.
         """
         acquire, give_way, clock = self.acquire, os.sched_yield, time.perf_counter
         end = clock() + eager_s
@@ -86,8 +86,8 @@ class Semaphore:
 class Chain:
     """Several semaphores that are posted by one call into C.
 
-    That is fast, and Python runs no signal handler meanwhile: after Ctrl-C either all were posted or none, and `posted`
-    tells which.
+    That is fast, and Python runs no signal handler meanwhile: after Ctrl-C, either all were posted or none, and
+    `posted` tells which.
 
     Attributes:
         posted: Has one entry per semaphore posted, until it is cleared.
@@ -105,7 +105,7 @@ class Chain:
             try:
                 self.posted.extend(map(operator.call, releases))
             except _OVERFLOW:
-                continue  # With the next one: nobody waits for a semaphore that is full.
+                continue  # Continue with the next one: nobody waits for a semaphore that is full.
             return
 
 

@@ -1,24 +1,25 @@
-"""The shared-memory transport: nameless memory that holds mailboxes, semaphores and arrays.
+"""The shared-memory transport: anonymous memory that holds mailboxes, semaphores and arrays.
 
-The memory is a memfd: it has no name, so a killed process cannot leave it behind, and it is not bound by the size of
-/dev/shm (64 MB in many containers). A worker on the same machine opens it through the head's /proc entry. Pages that
-nobody touches take no memory, so mailboxes can be generous.
+The memory is a memfd: it has no name, so a killed process cannot leave it behind, and it is not limited by the size of
+/dev/shm (64 MB in many containers). A worker on the same machine opens it through the head's /proc entry. Untouched
+pages take no memory, so mailboxes can be generous.
 
     a run's memory:  [ bell | step buffers ]
     the bell:        two semaphores (tokens, ring)
     a mailbox:       memory of its own, for one incarnation of one worker:
                      [ a semaphore (go) | words | the request | the reply | the names of infos ]
 
-The words of a mailbox are 64-bit numbers, each written whole, and by one side only:
+The words of a mailbox are 64-bit numbers, each written atomically, and by one side only:
 
     0, 1  the call and size of the request          4  how many messages the head has sent over the socket
     2, 3  the call and size of the reply            5  how many steps and resets the worker has finished
-                                                    6  whether the worker is to end
+                                                    6  whether the worker should end
 
-A call is written after everything that belongs to it, and read before. A message too large for its mailbox goes over
-the worker's ZeroMQ socket; its size then says so. The commonest messages need no bytes at all: a step whose actions are
-in the step buffers, and its answer if nothing but buffers was filled. They are plain, and their size says so: to it a
-plain request adds which of the two step buffers to fill, and a plain reply the generation of the names of its infos.
+A call number is written after everything that belongs to the call, and read before it. A message too large for its
+mailbox goes over the worker's ZeroMQ socket, and a special size says so. The most common messages need no bytes at all:
+a step whose actions are in the step buffers, and its answer if nothing but buffers was filled. Such messages are called
+plain. The size of a plain request also encodes which of the two step buffers to fill, and that of a plain reply the
+generation of the names of its infos.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ if semaphore.IS_SUPPORTED:
 
 _LINE_BYTES = semaphore.SIZE_BYTES
 _NONCE_BYTES = 64
-_MESSAGE_BYTES = 1 << 20  # The largest request or reply that fits into a mailbox.
-_BY_SOCKET = 2**64 - 1  # Sizes that no message has: it comes over the socket,
-_PLAIN = 1 << 29  # or it is plain.
+_MESSAGE_BYTES = 1 << 20  # The largest request or reply that fits a mailbox.
+# Sizes that no message has:
+_BY_SOCKET = 2**64 - 1  # The message comes over the socket.
+_PLAIN = 1 << 29  # The message is plain.
 
 _WORDS = _LINE_BYTES
 _REQUEST = 2 * _LINE_BYTES
@@ -61,7 +63,7 @@ BELL_BYTES = 2 * _LINE_BYTES
 _REQUEST_CALL, _REQUEST_SIZE, _REPLY_CALL, _REPLY_SIZE, _SENT, _PROGRESS, _STOP = range(7)
 
 _MOMENT_S = 0.1
-EAGER_S = 1e-3  # How long a worker looks for its next request before it sleeps; see docs/explanation/performance.md.
+EAGER_S = 1e-3  # How long a worker polls for its next request before it sleeps; see docs/explanation/performance.md.
 
 
 class SharedMemory:
@@ -71,13 +73,13 @@ class SharedMemory:
         """Make `size_bytes` of memory; its pages are zero.
 
         Raises:
-            OSError: There is not that much.
+            OSError: There is not enough memory.
         """
         self._descriptor: int | None = os.memfd_create("clusterenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # The spare line lets an array of no elements begin at the very end.
+            # The spare line lets an empty array start at the very end.
             os.ftruncate(self._descriptor, _NONCE_BYTES + size_bytes + semaphore.SIZE_BYTES)
-            # Whoever could shrink it would kill the head with the next access to what is gone.
+            # If a process could shrink the memory, the head's next access would crash it.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
             whole = _map_file(self._descriptor)
@@ -91,7 +93,7 @@ class SharedMemory:
         self.offer = Offer(f"/proc/{os.getpid()}/fd/{self._descriptor}", nonce)
 
     def close(self) -> None:
-        """Let no one else in; arrays that point into the memory keep its pages until they are gone."""
+        """Keep other processes from opening it; arrays that point into the memory keep its pages alive."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -101,30 +103,30 @@ class SharedMemories:
     """All the memory that a run shares."""
 
     def __init__(self, deferred: contextlib.AbstractContextManager[None]) -> None:
-        """Keep memory.
+        """Begin without any.
 
         Args:
-            deferred: Defers Ctrl-C: memory that nobody has noted would be left open.
+            deferred: Defers Ctrl-C, which could otherwise leave unrecorded memory open.
         """
         self._memories: list[SharedMemory] = []
         self._deferred = deferred
 
     def share(self, size_bytes: int) -> SharedMemory:
-        """Make memory that workers on this machine can open; `close` lets go of it."""
+        """Make memory that workers on this machine can open, until `unshare` or `close`."""
         with self._deferred:
             memory = SharedMemory(size_bytes)
             self._memories.append(memory)
         return memory
 
     def unshare(self, memory: SharedMemory | None) -> None:
-        """Let go of memory before the end."""
+        """Release memory early."""
         if memory is not None and memory in self._memories:
             with self._deferred:
                 self._memories.remove(memory)
                 memory.close()
 
     def close(self) -> None:
-        """Let go of all of it."""
+        """Release all memory."""
         with self._deferred:
             for memory in self._memories:
                 memory.close()
@@ -132,13 +134,13 @@ class SharedMemories:
 
 
 class WorkerProcess:
-    """A process on this machine that maps a worker's mailbox, and so is that worker."""
+    """A process on this machine that maps a worker's mailbox, and so must be that worker."""
 
     def __init__(self, pid: int, memory: SharedMemory) -> None:
-        """Take a handle of it.
+        """Open a handle on the process.
 
         Raises:
-            OSError: There is no such process, or it does not map the memory: whoever said so was wrong.
+            OSError: There is no such process, or it does not map the memory.
         """
         if pid == os.getpid():  # It maps the memory, too.
             raise OSError("this is the head itself")
@@ -153,7 +155,7 @@ class WorkerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it can no longer touch anything."""
+        """Whether the process has ended, and can no longer write to the memory."""
         if self._handle is None:
             return True
         poll = select.poll()
@@ -161,20 +163,20 @@ class WorkerProcess:
         return bool(poll.poll(0))
 
     def kill(self) -> None:
-        """End it: it may be stopped, and go on later where it was."""
+        """Kill the process, which may be suspended and would otherwise resume later."""
         if self._handle is not None and not self.has_ended:
             with contextlib.suppress(ProcessLookupError):  # It has ended since.
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def forget(self) -> None:
-        """Give the handle back."""
+        """Close the handle."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
 
 def open_offer(offer: Offer) -> memoryview | None:
-    """Open the head's memory; None if it is not reachable from this process."""
+    """Open the head's memory; None if this process cannot reach it."""
     try:
         return open_memory(offer)
     except OSError:
@@ -185,7 +187,7 @@ def open_memory(offer: Offer) -> memoryview:
     """Open the head's memory.
 
     Raises:
-        OSError: Why it cannot be.
+        OSError: This process cannot open it.
     """
     descriptor = os.open(offer.address, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -198,10 +200,10 @@ def open_memory(offer: Offer) -> memoryview:
 
 
 def _map_file(descriptor: int) -> memoryview:
-    """Map a whole file, shared and writable; it is unmapped when nothing refers to the memory any more.
+    """Map a whole file, shared and writable; it is unmapped once nothing refers to the memory.
 
     Python's own `mmap` keeps a duplicate of the descriptor until it is closed, and it cannot be closed while an array
-    points into it. A learner that keeps an observation after `close()` would thus keep a descriptor; here it keeps only
+    points into it. A learner that keeps an observation after `close()` would thus leak a descriptor; here it keeps only
     the pages.
     """
     size = os.fstat(descriptor).st_size
@@ -221,9 +223,9 @@ def _map_file(descriptor: int) -> memoryview:
 class Bell:
     """Wakes the head once, when the last of several workers has answered.
 
-    Being woken by every worker would cost the head a switch each, on a core that another worker may need. The first
-    semaphore holds one token less than answers are awaited. Each worker that answers takes one; the one that finds
-    none left is the last, and rings.
+    Being woken by every worker would cost the head a context switch each, on a core that another worker may need. The
+    first semaphore holds one token fewer than the number of awaited answers. Each worker that answers takes a token;
+    the one that finds none left is the last, and rings.
 
     Attributes:
         tokens: The first semaphore.
@@ -246,16 +248,16 @@ class Bell:
             self.ring.post()
 
     def silence(self) -> None:
-        """Take back all tokens, when a worker that was to answer never will.
+        """Take back all tokens, because a worker will never give its answer.
 
-        An answer that comes after this rings at once. Then the bell has rung too early, and the head, which looks at
-        the mailboxes, goes on waiting.
+        The next answer then rings at once. That may be too early, but the head checks the mailboxes, and goes on
+        waiting.
         """
         while self.tokens.try_wait():
             pass
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all have answered; False if that took too long."""
+        """Wait until all have answered; returns False on timeout."""
         return self.ring.wait(timeout_s)
 
 
@@ -265,7 +267,7 @@ class HeadMailbox:
     Attributes:
         go: Wakes the worker.
         words: See the top of this file.
-        names: Where the worker writes what its infos are called.
+        names: Where the worker writes the names of its infos.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -280,7 +282,7 @@ class HeadMailbox:
         return self.words[_PROGRESS]
 
     def post(self, frame: bytes, call: int) -> bool:
-        """Hand over a request; False if it is too large: `announce` it then, and send it over the socket."""
+        """Post a request; returns False if it is too large and must be sent over the socket and `announce`d."""
         if len(frame) > _MESSAGE_BYTES:
             return False
         _write(self._memory, _REQUEST, frame)
@@ -288,7 +290,7 @@ class HeadMailbox:
         return True
 
     def announce(self, call: int | None) -> None:
-        """Say that a message was sent over the socket: the request of this call, or one for this worker alone."""
+        """Announce a message sent over the socket: a call's request or, with None, a message for this worker alone."""
         self.words[_SENT] += 1
         if call is None:
             self.go.post()
@@ -298,7 +300,7 @@ class HeadMailbox:
     def take(self, call: int) -> int | bytes | None:
         """Return the reply to a call: the generation of the infos if it is plain, b"" if it comes over the socket.
 
-        None: there is none yet.
+        Returns None if there is no reply yet.
 
         Raises:
             WireError: The mailbox holds a size that no reply has.
@@ -311,7 +313,7 @@ class HeadMailbox:
         return generation if 0 <= generation < MAX_GENERATION else _read(self._memory, _REPLY, size)
 
     def stop(self) -> None:
-        """Tell the worker to end as soon as it next looks."""
+        """Tell the worker to end as soon as it checks its mailbox."""
         self.words[_STOP] = 1
         self.go.post()
 
@@ -323,16 +325,16 @@ class HeadMailbox:
 
 
 class AllMailboxes:
-    """The mailboxes of all workers at once: starts a plain step and looks at its answers. This is the hot path.
+    """The mailboxes of all workers together: starts a plain step and checks its answers. This is the hot path.
 
     Attributes:
-        woken: Is not empty from the moment the workers are woken, until it is cleared.
+        woken: Not empty from the moment the workers are woken until it is cleared.
         wait: Waits for the bell.
     """
 
     def __init__(self, bell: Bell, mailboxes: Sequence[HeadMailbox]) -> None:
         self._words = [mailbox.words for mailbox in mailboxes]
-        # As `Bell.expect` does, and then to work.
+        # Posts the tokens as `Bell.expect` does, and then wakes the workers.
         chain = Chain([bell.tokens] * (len(mailboxes) - 1) + [mailbox.go for mailbox in mailboxes])
         self.woken = chain.posted
         self.wait = bell.ring.wait
@@ -349,7 +351,7 @@ class AllMailboxes:
                 words[_REQUEST_CALL] = call
             self._wake()
         except BaseException:
-            if not self.woken:  # Interrupted before anybody was woken: nobody may find it there later.
+            if not self.woken:  # Interrupted before any worker was woken: none may find the request later.
                 for words in self._words:
                     words[_REQUEST_CALL] = words[_REPLY_CALL]
             raise
@@ -372,7 +374,7 @@ class WorkerMailbox:
     """The worker's side of its mailbox.
 
     Attributes:
-        names: Where it writes what its infos are called.
+        names: Where the worker writes the names of its infos.
     """
 
     def __init__(self, mailbox: memoryview, bell: memoryview) -> None:
@@ -395,15 +397,15 @@ class WorkerMailbox:
         return self._words[_SENT]
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a request, eagerly at first if the last wait was not in vain; for a moment at most.
+        """Wait for a request, for a moment at most; polls at first if the last wait was successful.
 
-        A signal does not end the sleep, but may be a wish to go that the caller must see.
+        The wait is short because a signal does not end it, but may ask the worker to leave.
         """
         self._is_busy = self._go.wait_eagerly(min(timeout_s, _MOMENT_S), EAGER_S if self._is_busy else 0.0)
         return self._is_busy
 
     def take(self) -> Step | bytes | int | None:
-        """Return the request that lies here and was not taken yet: the call alone if it comes over the socket."""
+        """Return the request that was not taken yet, or only its call number if it comes over the socket."""
         words = self._words
         call = words[_REQUEST_CALL]
         if call == self._last_call:
@@ -420,7 +422,7 @@ class WorkerMailbox:
         self._words[_PROGRESS] += 1
 
     def post_plain(self, call: int, generation: int) -> None:
-        """Hand over a plain reply, with the generation of the names of its infos, or 0."""
+        """Post a plain reply, with the generation of the names of its infos, or 0 without infos."""
         words = self._words
         words[_REPLY_SIZE] = _PLAIN + generation
         _fence()
@@ -428,7 +430,7 @@ class WorkerMailbox:
         self._bell.answer()
 
     def post(self, frame: bytes, call: int, send_large: Callable[[bytes], None]) -> None:
-        """Hand over a reply, by `send_large` if it is too large for the mailbox."""
+        """Post a reply, using `send_large` if it is too large for the mailbox."""
         fits = len(frame) <= _MESSAGE_BYTES
         if fits:
             _write(self._memory, _REPLY, frame)
@@ -453,14 +455,14 @@ def _read(memory: memoryview, start: int, size: int) -> bytes:
 
 
 def _make_fence() -> Callable[[], object]:
-    """Return what keeps writes in order, where the processor itself does not: ARM's, for one."""
+    """Return a memory fence, which keeps writes in order on processors that do not, such as ARM."""
     if not semaphore.IS_SUPPORTED or platform.machine() in ("x86_64", "i686"):
         return lambda: None
     own = Semaphore(memoryview(bytearray(_LINE_BYTES)), initialise=True)
 
     def fence() -> None:
-        own.post()  # What was written before is seen before this,
-        own.try_wait()  # and what is written after it is seen after this.
+        own.post()  # Earlier writes become visible before this,
+        own.try_wait()  # and later writes after this.
 
     return fence
 

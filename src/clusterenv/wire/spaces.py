@@ -1,4 +1,4 @@
-"""Spaces, dtypes and shapes as plain data: sent without pickle, checked before numpy or Gymnasium reads them."""
+"""Spaces, dtypes and shapes as plain data: sent without pickle, and checked before numpy or Gymnasium reads them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscr
 
 from clusterenv.errors import WireError
 
-PLAIN_KINDS = frozenset("biufcSUmM")  # Kinds of numpy dtypes whose bytes are data and nothing else.
+PLAIN_KINDS = frozenset("biufcSUmM")  # Kinds of numpy dtypes whose bytes are plain data, not pointers.
 
-# As `dtype.str` writes them. numpy itself would also read records, repetitions, and units of 0 seconds, by which it
-# divides.
+# As `dtype.str` writes them. numpy itself would also accept records, repetitions, and time units of 0, by which it
+# would divide.
 _DTYPE = re.compile(r"[<>|](?:[biufc]\d{1,2}|[SU]\d{1,9}|[mM]8(?:\[(?:[1-9]\d{0,8})?[a-zA-Zμ]{1,2}\])?)")
 _MAX_DIMENSIONS = 32  # numpy 1's own limit. Multiplying out a longer shape could take minutes.
 
@@ -60,16 +60,16 @@ def build(description: list[Any]) -> Space[Any]:
     """Make the space that `describe` described.
 
     Raises:
-        WireError: It does not describe a space.
+        WireError: The description is not of a space.
     """
     kind, parts, generator = description
     space = _build(kind, parts)
-    if isinstance(generator, np.random.Generator):  # Not of numpy's own kinds: a RemoteObject.
+    if isinstance(generator, np.random.Generator):  # Else it is None, or a RemoteObject.
         space._np_random = generator
     return space
 
 
-def _build(kind: object, parts: object) -> Space[Any]:
+def _build(kind: Any, parts: Any) -> Space[Any]:
     match kind, parts:
         case "Box", [low, high, shape, dtype]:
             # Box would broadcast scalar bounds to the shape, however large that is.
@@ -102,7 +102,7 @@ def checked_dtype(text: object) -> np.dtype[Any]:
     """Read a dtype from the wire, refusing those whose bytes would be pointers or records.
 
     Raises:
-        WireError: It is not a dtype, or not one that may be sent.
+        WireError: The text is not a dtype, or not one that may be sent.
     """
     if not isinstance(text, str):
         raise WireError(f"Arrays of dtype {repr(text)[:100]} cannot be sent.")
@@ -123,7 +123,7 @@ def checked_shape(shape: SequenceABC[object]) -> tuple[int, ...]:
     """Read a shape from the wire.
 
     Raises:
-        WireError: It is not a shape.
+        WireError: The value is not a shape.
     """
     sizes: list[int] = []
     for size in shape if isinstance(shape, list | tuple) and len(shape) <= _MAX_DIMENSIONS else (None,):
@@ -139,7 +139,7 @@ _KINDS = {
 
 
 def _has_gap(cls: type, parts: list[Any]) -> bool:
-    """Tell whether a part of a nested space could not be described."""
+    """Whether a part of a nested space could not be described."""
     if cls is Dict:
         return None in parts[1]
     if cls in (Tuple, OneOf):

@@ -1,4 +1,4 @@
-"""The ticket: all a worker needs to find, and be trusted by, the head."""
+"""The ticket: all a worker needs to find the head and be trusted by it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from clusterenv.errors import ConfigError
 
 TICKET_VARIABLE = "CLUSTERENV_TICKET"
 WORKER_VARIABLE = "CLUSTERENV_WORKER"
-SHOWN_VARIABLE = "CLUSTERENV_SHOWN"  # A descriptor of the head's standard error, if workers are to show their output.
+SHOWN_VARIABLE = "CLUSTERENV_SHOWN"  # A descriptor of the head's standard error, if workers show their output.
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the head listens, and the keys that open the door.
+    """Where the head listens, and the keys needed to connect.
 
     Attributes:
         endpoint: A ZeroMQ address, e.g. `tcp://10.0.0.5:40123`, or `ipc:///tmp/clusterenv-x/head` on this machine.
-        head_key: The head's public CURVE key (Z85): a worker talks to nobody else.
-        public_key: The run's public key for workers that have none of their own yet.
-        secret_key: Its secret half: whoever holds it may register as a worker that is waited for, and do no more.
+        head_key: The head's public CURVE key (Z85); a worker does not talk to anyone else.
+        public_key: The run's public key, for workers whose own key is not registered yet.
+        secret_key: The matching secret key; its holder may register as an awaited worker, and nothing else.
         parent_pid: The head's process id if workers are its children and must end with it, else None.
-        silence_s: After how many seconds of silence the head gives a worker up; workers are several times as patient.
-        hang_s: A worker that has finished no step or reset for most of this long writes its Python stacks to its log.
+        silence_s: After how many seconds of silence the head gives up a worker; workers are several times as patient.
+        hang_s: A worker that finishes no step or reset for most of this time writes its Python stacks to its log.
     """
 
     endpoint: str
@@ -36,7 +36,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     hang_s: float = 300.0
 
     def __repr__(self) -> str:
-        """Show where it leads and keep the secret."""
+        """Show the endpoint, but no keys."""
         return f"Ticket(endpoint={self.endpoint!r})"
 
     def encode(self) -> str:

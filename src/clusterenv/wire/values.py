@@ -1,8 +1,8 @@
-"""Values: a codec for what environments return that is not an array of fixed size, without pickle.
+"""Values: encodes, without pickle, what environments return besides arrays of fixed size.
 
 Infos, results of `call`, and text and graph observations are sent as MessagePack with a handful of extension types.
-Decoding builds plain data only and runs no code of the sender's, so the head may decode what any worker sends. What
-has no safe form (a user's own class) arrives as a `RemoteObject`: its type's name and its text.
+Decoding builds plain data only and runs no code from the sender, so the head can decode what any worker sends. Objects
+without a safe form (of a user's own class) arrive as a `RemoteObject`: the type's name and the object's text.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ _BIT_GENERATORS = {
     for cls in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 }
 _MAX_BIGINT_BYTES = 4096  # int.from_bytes is linear, but printing such a number later is not.
-_MAX_EMPTY_STRINGS = 4096  # In one array. An empty string takes no bytes on the wire, but does in memory.
-# Keys with equal hashes are compared with one another, so n of them cost n * n. Integers, complex numbers and tuples
-# can be chosen so. A dict that is large, or has keys other than text, is therefore sent as pairs, checked first.
+_MAX_EMPTY_STRINGS = 4096  # In one array. An empty string takes no bytes on the wire, but some in memory.
+# Keys with equal hashes are compared with each other, so n of them cost n * n, and integers, complex numbers and tuples
+# can be chosen to have equal hashes. So a dict that is large, or has other keys than text, is sent as pairs, which are
+# checked first.
 _MAX_EQUAL_HASHES = 64
 _MAX_MAP_ENTRIES = 256
-_SMALL_BYTES = 1 << 14  # No map in fewer bytes than this takes long, whatever its keys.
+_SMALL_BYTES = 1 << 14  # A map in fewer bytes than this is never slow, whatever its keys.
 _MAX_NAME, _MAX_TEXT = 200, 1000
 _MAX_CODE_POINT = 0x10FFFF
 
@@ -52,10 +53,10 @@ class RemoteObject:
 
 
 def dumps(value: object) -> bytes:
-    """Encode a value; what cannot be sent is replaced by a `RemoteObject`.
+    """Encode a value; parts that cannot be sent are replaced by a `RemoteObject`.
 
     Raises:
-        WireError: It is nested too deeply, or contains itself.
+        WireError: The value is nested too deeply, or contains itself.
     """
     try:
         return _encode(_lower(value))
@@ -73,7 +74,7 @@ def loads(data: bytes | memoryview) -> Any:
         return _decode(data)
     except WireError:
         raise
-    # Everything here depends on the bytes alone: whichever check they fail, they are malformed.
+    # The outcome depends on the bytes alone: whichever check they fail, they are malformed.
     except (
         msgspec.MsgspecError,
         ValueError,
@@ -197,7 +198,7 @@ def _restore(code: int, data: memoryview) -> Any:
     tree = _decode(data)
     if code == _SPEC:
         return EnvSpec.from_json(tree)
-    if type(tree) is not list:  # Bytes could be unpacked too, into eight times their size.
+    if type(tree) is not list:  # Bytes could be unpacked as well, into eight times their size.
         raise WireError(f"Extension {code} holds a {type(tree).__name__} where a list was expected.")
     if code == _ARRAY:
         return _restore_array(*tree)
@@ -287,7 +288,7 @@ def _restore_scalar(dtype: object, data: bytes) -> Any:
 def _restore_generator(name: str, state: dict[str, Any]) -> np.random.Generator:
     bits: Any = _BIT_GENERATORS[name]()
     bits.state = state
-    # numpy does not check the position in the buffer that a state gives, and would read from there.
+    # numpy does not check a state's position in its buffer, and would read out of bounds.
     taken = bits.state
     position, size = {
         "MT19937": lambda: (taken["state"]["pos"], len(taken["state"]["key"])),
@@ -299,7 +300,7 @@ def _restore_generator(name: str, state: dict[str, Any]) -> np.random.Generator:
 
 
 _MAP16 = 0xDE
-# By a MessagePack token's first byte: its size without what it holds, and how many bytes of that say how much it holds.
+# By a MessagePack token's first byte: the token's size without its contents, and the width of its length field.
 _TOKENS = (
     [(1, 0)] * 0xA0  # small integers, and the heads of small maps and arrays
     + [(1 + length, 0) for length in range(32)]  # short text

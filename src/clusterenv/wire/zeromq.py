@@ -1,12 +1,12 @@
-"""The ZeroMQ transport: one ROUTER at the head, one DEALER a worker, encrypted and authenticated with CURVE.
+"""The ZeroMQ transport: one ROUTER at the head, one DEALER per worker, encrypted and authenticated with CURVE.
 
-The head has a key pair, which workers insist on, and makes another for the run's ticket, which opens the way to
-register and no more. Each worker makes its own, registers it, and is known by it from then on. The head answers
-ZeroMQ's questions about keys (ZAP) itself whenever it is in a call, so there is no extra thread.
+The head has a key pair, which workers verify, and makes another for the run's ticket, which allows a worker to register
+and nothing else. Each worker makes its own key pair, registers it, and is identified by it from then on. The head
+answers ZeroMQ's authentication requests (ZAP) itself whenever it is in a call, so there is no extra thread.
 
 A message is a header (`wire.messages`) followed by raw arrays, both cut into frames of at most `CHUNK_BYTES`: ZeroMQ
-takes a whole frame from a stranger before it asks who that is, and encrypts and keeps a whole one for each worker. The
-header ends with the first frame that is shorter than that; how many frames an array has follows from its size.
+reads a whole frame from a stranger before authenticating it, and encrypts and keeps a whole frame for each worker. The
+header ends with the first frame that is shorter than that; the number of frames of an array follows from its size.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from clusterenv.wire.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
-_MAX_FRAME_BYTES = CHUNK_BYTES + 64  # Encryption adds 33 to a frame.
+_MAX_FRAME_BYTES = CHUNK_BYTES + 64  # Encryption adds 33 bytes to a frame.
 _MAX_FRAMES = 1 << 16  # In a message from a worker: 16 GiB of arrays.
-_FRAMES_AT_ONCE = 4096  # To read before the caller may look at its deadline: a message may have a million empty ones.
+_FRAMES_AT_ONCE = 4096  # Read before the caller checks its deadline: a message may have a million empty frames.
 _HEARTBEAT_MS = 1_000
-_HANDSHAKE_MS = 3_000  # Whoever connects and says nothing is sent away after this.
-_WORKER_PATIENCE = 3  # A head that is silent for this many times `silence_s` is gone, or cut off.
+_HANDSHAKE_MS = 3_000  # A peer that connects and stays silent is disconnected after this.
+_WORKER_PATIENCE = 3  # A head that is silent for this many times `silence_s` is gone, or disconnected.
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _EVENTS_ENDPOINT = "inproc://clusterenv.events"
-_ENOUGH_EVENTS = 1000  # To read in one go: strangers may come faster than they can be counted.
-_ENOUGH_QUESTIONS = 100  # About keys, likewise: whoever waits while the learner learns tries again and again.
+_ENOUGH_EVENTS = 1000  # Read in one go: strangers may connect faster than their events can be read.
+_ENOUGH_QUESTIONS = 100  # Authentication requests answered in one go: peers retry while the learner learns.
 _MANY_PEERS = 10_000
-_UNPOLLED = 16  # Messages to take, where there are many, before looking again whether somebody else wants something.
+_UNPOLLED = 16  # Messages to read in a row before polling the other sockets again.
 
-# Plain numbers: to combine members of an enum takes longer than to send.
+# Plain numbers: combining enum members takes longer than sending.
 _SNDMORE, _DONTWAIT, _EVENTS, _POLLIN = int(zmq.SNDMORE), int(zmq.DONTWAIT), int(zmq.EVENTS), int(zmq.POLLIN)
 _SRCFD = int(zmq.SRCFD)
-_EVENT = struct.Struct("=Hi")  # What a monitor's message begins with: the event and its value, mostly a descriptor.
+_EVENT = struct.Struct("=Hi")  # The beginning of a monitor's message: the event and its value, mostly a descriptor.
 
 Frames = list[zmq.Frame]
 
 
 def receive_event(monitor: zmq.Socket[Any]) -> tuple[int, int]:
-    """Receive an event of a socket: which one, and its value. pyzmq's own way would import asyncio into each worker."""
+    """Receive a socket's event and its value. pyzmq's own function would import asyncio into each worker."""
     event, value = _EVENT.unpack(monitor.recv_multipart()[0])
     return event, value
 
@@ -75,8 +75,9 @@ class Keys(NamedTuple):
 def cut(block: NDArray[np.uint8]) -> Frames:
     """Cut weights into frames, once for all workers that they are sent to.
 
-    ZeroMQ encrypts a frame as a whole, for each worker anew, and keeps that until the worker's connection has taken
-    it. So frames are small: a thousand workers may pull at once, and what others send comes in between.
+    ZeroMQ encrypts each frame as a whole, separately for each worker, and keeps the result until the worker's
+    connection has accepted it. So frames are small: a thousand workers may pull at once, while other messages get
+    through in between.
     """
     return [zmq.Frame(piece, copy=False) for piece in _pieces(block)]
 
@@ -95,7 +96,7 @@ def _cut_message(frames: Sequence[Any]) -> Sequence[Any]:
 
 
 def _send_frames(socket: zmq.Socket[Any], frames: Sequence[Any], flags: int) -> None:
-    """Send a message. What `send_multipart` checks takes three times as long."""
+    """Send a message. With its checks, `send_multipart` takes three times as long."""
     for frame in frames[:-1]:
         socket.send(frame, flags | _SNDMORE, copy=False)
     socket.send(frames[-1], flags, copy=False)
@@ -111,7 +112,7 @@ def _pieces(block: Any) -> list[Any]:
 
 
 def _join_header(frames: Frames) -> Frames:
-    """Put the frames of the header together, if there are several."""
+    """Join the frames of the header, if there are several."""
     if not frames or len(frames[0]) < CHUNK_BYTES:
         return frames
     count = next((i for i, frame in enumerate(frames, 1) if len(frame) < CHUNK_BYTES), len(frames))
@@ -119,11 +120,11 @@ def _join_header(frames: Frames) -> Frames:
 
 
 class Peer(NamedTuple):
-    """Somebody who is connected.
+    """A connected peer.
 
     Attributes:
-        key: The public key by which it was let in.
-        descriptor: Of its connection, in this process.
+        key: The public key with which it was accepted.
+        descriptor: The descriptor of its connection in this process.
     """
 
     key: str
@@ -131,22 +132,22 @@ class Peer(NamedTuple):
 
 
 class HeadSocket:
-    """Listens for workers; knows them by routing ids that ZeroMQ chooses, so no worker can claim another's.
+    """Listens for workers; identifies them by routing ids that ZeroMQ chooses, so no worker can claim another's.
 
     Attributes:
         ticket: What workers need to find it.
-        authorised: The public keys that are let in besides the ticket's. Their owner changes them at will; connections
-            that are there already stay.
+        authorised: The public keys that are accepted besides the ticket's. The owner of the collection may change it;
+            existing connections stay.
     """
 
     def __init__(self, addresses: tuple[Address, Address] | None, silence_s: float) -> None:
-        """Listen.
+        """Start listening.
 
         Args:
-            addresses: The interface and port to bind, port 0 being any that is free; and what the ticket says, port 0
-                standing for the one that was bound. None: workers are on this machine and come in by a socket file, or
-                by the loopback interface where there are no such files.
-            silence_s: A worker from which nothing came for this long, not even ZeroMQ's own heartbeat, is cut off.
+            addresses: The address to bind, where port 0 is any free port, and the address for the ticket, where port 0
+                is the port that was bound. None if workers are on this machine and connect through a socket file, or
+                through the loopback interface if socket files are not supported.
+            silence_s: A worker that sends nothing for this long, not even ZeroMQ's own heartbeat, is disconnected.
 
         Raises:
             ConfigError: The address cannot be bound.
@@ -154,12 +155,12 @@ class HeadSocket:
         head, opening = Keys.make(), Keys.make()
         self.authorised: Container[str] = frozenset()
         self._peers: dict[bytes, Peer] = {}
-        self._begun: tuple[bytes, Frames] | None = None  # A message of which more frames are to be read.
+        self._begun: tuple[bytes, Frames] | None = None  # A message that is not fully read yet.
         self._is_excessive = False
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
         self._zap.linger = 0
-        self._zap.bind(_ZAP_ENDPOINT)  # Before any worker can connect: without it ZeroMQ lets everybody in.
+        self._zap.bind(_ZAP_ENDPOINT)  # Before any worker can connect: without it, ZeroMQ accepts every key.
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.router_mandatory = True
@@ -176,7 +177,7 @@ class HeadSocket:
         self._unpolled = _UNPOLLED
         self._events = self._context.socket(zmq.PAIR)
         self._events.linger = 0
-        # Without limit: when its queue is full, ZeroMQ's own thread waits for us to read, and nothing moves any more.
+        # Without limit: if the queue were full, ZeroMQ's own thread would block until we read, and nothing would move.
         self._events.rcvhwm = 0
         self._socket.monitor(_EVENTS_ENDPOINT, zmq.EVENT_DISCONNECTED)
         self._events.connect(_EVENTS_ENDPOINT)
@@ -187,7 +188,7 @@ class HeadSocket:
             self.close()
             raise
         self._poller = zmq.Poller()
-        # In this order: a worker that talks without end must not keep out others, whose keys are asked about.
+        # In this order: a worker that never stops sending must not keep others from being authenticated.
         for source in (self._zap, self._events, self._socket):
             self._poller.register(source, zmq.POLLIN)
         self._refusals = RateLimitedLog(log)
@@ -200,15 +201,15 @@ class HeadSocket:
         )
 
     def send(self, peer: bytes, frames: Sequence[Any], *, waits: bool = True) -> bool:
-        """Send to a worker; False if it is gone, or takes nothing.
+        """Send to a worker; returns False if it is gone, or does not read.
 
         Arrays are not copied: they must not change until the worker has answered.
 
         Args:
-            peer: The worker.
+            peer: The worker's routing id.
             frames: The message.
-            waits: Whether to wait if the worker has not read the last thousand messages, at most until it counts as
-                silent, rather than drop this one.
+            waits: Whether to wait if the worker's queue is full, at most until the worker counts as silent, rather than
+                drop this message.
         """
         try:
             _send_frames(self._socket, [peer, *_cut_message(frames)], 0 if waits else _DONTWAIT)
@@ -221,13 +222,13 @@ class HeadSocket:
         return True
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, Frames] | None:
-        """Return the next message and who sent it; None if nothing came in time, or too much to read in one go.
+        """Return the next message and its sender; None if nothing came in time, or it is too long to read in one go.
 
-        The first frame is the whole header. A message of more frames than any worker needs has none.
-        Questions of ZeroMQ about keys are answered on the way.
+        The first frame is the whole header. A message with more frames than any worker needs is returned without
+        frames. ZeroMQ's authentication requests are answered along the way.
 
         Args:
-            timeout_s: How long to wait; None takes what lies there after another message, if anything does.
+            timeout_s: How long to wait; None, after another message, reads one that is there already without polling.
         """
         if self._unpolled < _UNPOLLED:
             self._unpolled += 1
@@ -248,13 +249,13 @@ class HeadSocket:
         return None
 
     def take_hangups(self) -> set[int]:
-        """Return the descriptors of connections that have ended since the last time; others may have them by now."""
+        """Return the descriptors of connections that ended since the last call; they may have been reused since."""
         self._read_events()
         hangups, self._hangups = self._hangups, set()
         return hangups
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close, giving what was sent last this long to leave. May be called again, even if it was interrupted."""
+        """Close, giving the last messages this long to be sent. May be called again, even after an interrupt."""
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._events.close(linger=0)
@@ -262,18 +263,18 @@ class HeadSocket:
         self._zap.close(linger=0)
         if self._local_endpoint is not None:
             remove_endpoint(self._local_endpoint)
-        # Without signals: pyzmq forgets a context whose end was interrupted, with its threads and descriptors.
+        # With signals blocked: if interrupted, pyzmq would leak the context with its threads and descriptors.
         with _no_signals():
             self._context.term()
 
     def find_peer(self, peer: bytes) -> Peer:
-        """Return what is known of the sender of the last message."""
+        """Return what is known about a message's sender."""
         return self._peers.get(peer, Peer("", -1))
 
     def _bind(self, listen: Address, advertise: Address) -> str:
         self._socket.ipv6 = ":" in listen.host
         try:
-            self._socket.bind(f"tcp://{listen}")  # ZeroMQ, too, reads port 0 as any that is free.
+            self._socket.bind(f"tcp://{listen}")  # For ZeroMQ, too, port 0 means any free port.
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"Cannot listen on {listen}: {error}. Pass ClusterEnv(network=Network(listen=...)): an address of this "
@@ -287,7 +288,7 @@ class HeadSocket:
         if self._local_endpoint is not None:
             try:
                 self._socket.bind(self._local_endpoint)
-            except zmq.ZMQError:  # The directory's file system has no sockets.
+            except zmq.ZMQError:  # The directory's file system does not support sockets.
                 remove_endpoint(self._local_endpoint)
                 self._local_endpoint = None
             else:
@@ -295,11 +296,11 @@ class HeadSocket:
         return self._bind(Address(LOOPBACK), Address(LOOPBACK))
 
     def _take(self) -> tuple[bytes, Frames] | None:
-        """Read a message, or go on with one; None if even then there is more of it."""
+        """Begin or continue to read a message; returns None if it is still not complete."""
         if self._begun is None:
             self._begun = self._socket.recv(copy=False).bytes, []
         peer, frames = self._begun
-        for _ in range(_FRAMES_AT_ONCE):  # Not recv_multipart: it asks the socket for more, which takes thrice as long.
+        for _ in range(_FRAMES_AT_ONCE):  # Not recv_multipart, which takes three times as long.
             frame = self._socket.recv(copy=False)
             frames.append(frame)
             if not frame.more:
@@ -310,13 +311,13 @@ class HeadSocket:
         if len(frames) > _MAX_FRAMES:
             self._is_excessive = True
             frames.clear()
-        self._unpolled = _UNPOLLED  # The next look is at others.
+        self._unpolled = _UNPOLLED  # Poll the other sockets next.
         return None
 
     def _note_peer(self, peer: bytes, frame: zmq.Frame) -> None:
         if peer not in self._peers:
             if len(self._peers) >= _MANY_PEERS:
-                self._peers.clear()  # Nothing is lost: with the next message of a peer it comes again.
+                self._peers.clear()  # Nothing is lost: each entry is restored by the peer's next message.
             self._peers[peer] = Peer(str(frame.get("User-Id")), int(frame.get(_SRCFD)))
 
     def _read_events(self) -> None:
@@ -326,7 +327,7 @@ class HeadSocket:
             self._hangups.add(receive_event(self._events)[1])
 
     def _answer_zap(self) -> None:
-        """Let in the ticket's key and those that were registered, and note whose a connection is (RFC 27, ZAP)."""
+        """Accept the ticket's key and registered ones, and label each connection with its key (RFC 27, ZAP)."""
         for _ in range(_ENOUGH_QUESTIONS):
             if not self._zap.poll(0):
                 return
@@ -341,7 +342,7 @@ class HeadSocket:
 
 @contextlib.contextmanager
 def _no_signals() -> Iterator[None]:
-    """Hold signals back, where there is a way to; Windows has none, and nothing of its own that would interrupt."""
+    """Block signals, if the system can; Windows cannot, and needs not, as nothing would interrupt there."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -353,18 +354,18 @@ def _no_signals() -> Iterator[None]:
 
 
 class WorkerSocket:
-    """Connects to the head named in the ticket, and to nobody else; with the ticket's key until it uses another.
+    """Connects to the head named in the ticket, and to nobody else; with the ticket's key until `use` is called.
 
     Attributes:
-        events: Tells of connections made, refused and ended; for one other thread to listen to, until `end_events`.
+        events: Reports connections made, refused and ended; for one other thread to read, until `end_events`.
     """
 
     def __init__(self, ticket: Ticket, context: zmq.Context[Any] | None = None) -> None:
         """Connect.
 
         Args:
-            ticket: Says where to, and with which keys.
-            context: ZeroMQ's threads, if several sockets share them: then it is the caller's to end.
+            ticket: Names the head and the keys.
+            context: A ZeroMQ context to share with other sockets; the caller must terminate it.
         """
         self._owns_context = context is None
         self._context = context or zmq.Context()
@@ -373,7 +374,7 @@ class WorkerSocket:
         self._socket.ipv6 = "[" in ticket.endpoint
         self._socket.maxmsgsize = _MAX_FRAME_BYTES
         if ticket.parent_pid is None:
-            # A child watches its parent instead, which may be stopped in a debugger or by Ctrl-Z for hours.
+            # A child watches its parent process instead, which may be suspended for hours, by a debugger or Ctrl-Z.
             self._socket.heartbeat_ivl = _HEARTBEAT_MS
             self._socket.heartbeat_timeout = int(_WORKER_PATIENCE * ticket.silence_s * 1000)
         self._socket.curve_serverkey = ticket.head_key.encode()
@@ -391,7 +392,7 @@ class WorkerSocket:
         self._socket.connect(ticket.endpoint)
 
     def use(self, keys: Keys) -> None:
-        """Connect once more, with this key pair. Nothing may be on its way."""
+        """Reconnect with this key pair. No message may be in transit."""
         self._socket.disconnect(self._endpoint)
         self._socket.curve_publickey = keys.public.encode()
         self._socket.curve_secretkey = keys.secret.encode()
@@ -408,12 +409,12 @@ class WorkerSocket:
         return _join_header(self._socket.recv_multipart(copy=False))
 
     def end_events(self) -> None:
-        """Tell of the last event, which is that there are no more: whoever listens is woken."""
+        """Stop reporting events; the final event, which says so, wakes the thread that reads them."""
         self._socket.disable_monitor()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close, giving what was sent last this long to leave."""
-        # In this order: ZeroMQ tells of the last event as soon as somebody listens, and waits forever if nobody does.
+        """Close, giving the last messages this long to be sent."""
+        # In this order: ZeroMQ waits forever to deliver the final event unless `events` is still open.
         self.end_events()
         self.events.close(linger=0)
         self._socket.close(linger=int(linger_s * 1000))

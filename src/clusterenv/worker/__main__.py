@@ -1,4 +1,4 @@
-"""`python -m clusterenv.worker`: what every launcher runs. The ticket is in the environment."""
+"""`python -m clusterenv.worker`: the command that every launcher runs. The ticket is in an environment variable."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 def main() -> int:
     """Serve the head that the ticket names; returns the exit status."""
-    # Ctrl-C in a terminal reaches every process in it; ending workers is the head's affair.
+    # Ctrl-C in a terminal reaches every process in it, but ending workers is up to the head.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format=_FORMAT)
     try:
-        # What a user's environment starts need not know the keys, nor need the environment itself.
+        # Neither a user's environment nor the processes it starts should see the keys.
         ticket = Ticket.decode(take_variable(TICKET_VARIABLE))
         worker_index = int(os.environ.get(WORKER_VARIABLE, ""))
     except (ConfigError, ValueError) as error:
@@ -33,7 +33,7 @@ def main() -> int:
     shown = os.environ.pop(SHOWN_VARIABLE, None)
     guardian = guard(
         ticket, worker_index, None if shown is None else int(shown)
-    )  # From here on there are two processes, and this is the worker.
+    )  # From here on there are two processes, of which this one is the worker.
     if guardian is not None:
         _log_apart(guardian.log)
     leave = Leave()
@@ -42,7 +42,7 @@ def main() -> int:
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nobody has replaced it yet
 
-    # Not before: the guardian needs neither numpy nor ZeroMQ, and may have no threads.
+    # Imported this late because the guardian needs neither numpy nor ZeroMQ, and must not have threads.
     from clusterenv.worker.loop import run_worker
 
     run_worker(ticket, worker_index, leave, guardian)
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _log_apart(stream: TextIO) -> None:
-    """Let what this library logs go to the worker's log only: a head shows what environments print."""
+    """Send this library's log messages to the worker's log only, since the head may show what environments print."""
     own = logging.getLogger("clusterenv")
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter(_FORMAT))

@@ -1,4 +1,4 @@
-"""Chance: the random generators that an evaluation's episodes would share, and how each gets numbers of its own."""
+"""Chance: gives each episode of an evaluation its own random numbers, although generators are shared."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 
 from clusterenv.policy.policy import Policy
 
-_STREAM = 3  # Not the numbers of the environment's own generator, nor those of `EpisodeGenerator`.
-_LOOK_EVERY = 16  # Decisions; to look takes as long as a small policy does.
+_STREAM = 3  # Unlike the streams of the environment's own generator and of `EpisodeGenerator`.
+_LOOK_EVERY = 16  # Decisions; comparing generators takes as long as a small policy's decision.
 
 
 class _Generator(NamedTuple):
-    """A random generator of the process: anybody may draw from it."""
+    """A process-wide random generator, from which any code may draw."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -25,17 +25,17 @@ class _Generator(NamedTuple):
 
 
 class Chance:
-    """Finds out whether a policy draws from generators of which it is not known which episode's numbers they give.
+    """Finds out whether a policy draws from generators that all episodes share.
 
-    Those are the process's own (Python's, numpy's, torch's), one of the policy's own for torch, and what an
-    `EpisodeGenerator` has in common for all rows. If the policy does so at its first decision, it decides for each
-    episode alone from then on, with all of these seeded by the episode's seed and the number of its step: what it
-    draws is then that episode's, whatever is played beside it.
+    Those are the process-wide ones (Python's, numpy's, torch's), the policy's own torch generator, and the part of an
+    `EpisodeGenerator` that is common to all rows. If the policy draws from them at its first decision, it decides for
+    each episode separately from then on, with all of them seeded by the episode's seed and step number. The numbers
+    then depend on that episode only, whichever other episodes are played at the same time.
 
     Attributes:
-        is_alone: Whether the policy decides for each episode alone.
-        is_mixed: Whether the policy began to draw when it had decided for several episodes at once: nobody knows what
-            it would have drawn without the others.
+        is_alone: Whether the policy decides for each episode separately.
+        is_mixed: Whether the policy began to draw only after it had decided for several episodes at once, so that the
+            numbers depend on the other episodes.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -44,17 +44,17 @@ class Chance:
         self._num_decisions = 0
 
     def watches(self, has_new_episode: bool) -> bool:
-        """Whether to look at what the next decision draws: the first of every episode, and now and then."""
+        """Whether to check the next decision for draws: the first of every episode, and every few decisions."""
         self._num_decisions += 1
         return not self.is_mixed and (has_new_episode or self._num_decisions % _LOOK_EVERY == 0)
 
     def read(self, rng: np.random.Generator) -> list[Any]:
-        """Return what the generators are like now."""
+        """Return the current states of the generators."""
         own = getattr(self._policy, "chance", None)
         return [rng.bit_generator.state, own, *(generator.read() for generator in _process_generators())]
 
     def compare(self, before: list[Any], rng: np.random.Generator) -> None:
-        """Note whether any generator was drawn from since they were read."""
+        """Note whether any generator was drawn from since `before` was read."""
         common, own, *shared = self.read(rng)
         if not all(map(_is_same, before, (common, own, *shared[: len(before) - 2]))):
             self.is_alone = self._num_decisions == 1
@@ -62,10 +62,10 @@ class Chance:
 
     @contextlib.contextmanager
     def of_episode(self, seed: int, num_steps: int) -> Iterator[None]:
-        """Let all that is drawn depend on an episode's seed and on how many steps it has taken."""
+        """Make all draws depend on an episode's seed and on how many steps it has taken."""
         number = int(np.random.SeedSequence((seed, _STREAM, num_steps)).generate_state(1)[0])
         self._policy.seed(number)
-        outside = [(generator, generator.read()) for generator in _process_generators()]  # For environments, too.
+        outside = [(generator, generator.read()) for generator in _process_generators()]  # Environments use them, too.
         for generator, _ in outside:
             generator.seed(number)
         try:
@@ -76,14 +76,14 @@ class Chance:
 
 
 class OwnGenerators:
-    """Python's, numpy's and torch's generators as an evaluation has them: what is beside it has its own."""
+    """An evaluation's own states of Python's, numpy's and torch's generators, apart from those used in training."""
 
     def __init__(self) -> None:
         self._states: list[Any] = []
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Give the process's generators their states for a while: environments may draw from them."""
+        """Use the evaluation's states in the process-wide generators within a block."""
         outside = [(generator, generator.read()) for generator in _process_generators()]
         for (generator, _), state in zip(outside, self._states, strict=False):  # Torch may have been imported since.
             generator.write(state)

@@ -1,7 +1,7 @@
-"""Channel: a worker's way to the head, whichever transports it is made of.
+"""Channel: a worker's connection to the head, over a socket and, with shared memory, a mailbox.
 
-A reply goes the way its request came: a call to all workers by the mailbox, if there is one, and whatever concerns this
-worker alone (its part of a stream, say) over the socket. So there is no mode that head and worker could disagree about.
+A reply takes the same way as its request: calls to all workers use the mailbox, if there is one, and requests to this
+worker alone (such as its part of a stream) use the socket. So there is no mode on which head and worker could disagree.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from clusterenv.wire.zeromq import WorkerSocket
 
 log = logging.getLogger(__name__)
 
-_ON_ITS_WAY_S = 60.0  # How long a message may take that the head says it has sent.
-_PROGRESS_S = 0.5  # How often to tell a head that shares no memory that a long call makes progress.
-_LOOK_S = 0.02  # How often, during a long call, to look for weights that others on this machine wait for.
+_ON_ITS_WAY_S = 60.0  # How long a message may take to arrive after the head has announced it.
+_PROGRESS_S = 0.5  # How often to report the progress of a long call to a head that shares no memory.
+_LOOK_S = 0.02  # How often, during a long call, to check for weights that others on this machine wait for.
 
 Message: TypeAlias = tuple[Request, list[memoryview]]
 
 
 class Channel:
-    """Receives requests and sends replies, with the arrays that go with them where these are not shared.
+    """Receives requests and sends replies, along with their arrays unless these are in shared memory.
 
     Attributes:
-        weights: The new weights that came with the last request, if any did.
+        weights: The new weights that came with the last request, if any.
     """
 
     def __init__(self, socket: WorkerSocket, hang_s: float, board: Board | None = None) -> None:
         """Use a socket, until there is a mailbox as well.
 
         Args:
-            socket: Connected to the head.
-            hang_s: A call in which there is no progress for so long is taken for hung.
-            board: Where to keep weights that are for others on this machine, too.
+            socket: A socket connected to the head.
+            hang_s: A call without progress for this long is considered hung.
+            board: Where to keep weights that other workers on this machine need, too.
         """
         self.weights: memoryview | None = None
         self._socket = socket
         self._mailbox: WorkerMailbox | None = None
         self._actions: Sequence[NDArray[Any]] = ()
-        self._backlog: deque[Message] = deque()  # Came over the socket, and was not begun.
-        self._num_received = 0  # Of those messages that the head counts in the mailbox.
+        self._backlog: deque[Message] = deque()  # Received over the socket, and not begun yet.
+        self._num_received = 0  # Counts the same messages as the head's counter in the mailbox.
         self._came_by_mailbox = False
         self._call = 0
         self._hang_s = hang_s
         self._began_at = self._tell_at = 0.0
         self._board = board
-        self._has_kept = False  # Whether others have ever waited for weights that this worker gets.
+        self._has_kept = False  # Whether this worker has ever received weights for others.
         self._look_at = 0.0
 
     def use(self, actions: Sequence[NDArray[Any]], mailbox: WorkerMailbox | None) -> None:
-        """From now on expect actions in these arrays; with a mailbox all arrays are shared, and calls come by it."""
+        """From now on put actions into these arrays; with a mailbox, arrays are shared and calls come through it."""
         self._actions = actions
         self._mailbox = mailbox
         self._num_received = 0
@@ -80,7 +80,7 @@ class Channel:
         return self._take_most_urgent()
 
     def send(self, reply: Reply, arrays: Iterable[NDArray[Any]] = ()) -> None:
-        """Send a reply the way its request came, and arrays with it where they are not shared."""
+        """Send a reply the same way as its request came, along with arrays unless they are shared."""
         mailbox = self._mailbox
         if mailbox is None:
             self._socket.send([messages.encode(reply), *arrays])
@@ -93,13 +93,13 @@ class Channel:
             mailbox.post(messages.encode(reply), reply.call, lambda large: self._socket.send([large]))
 
     def tick(self) -> None:
-        """Note that a step or reset of the call under way is finished, so that the head does not consider it hung."""
+        """Note that a step or reset of the current call is finished, so that the head does not consider it hung."""
         if self._mailbox is not None:
             self._mailbox.tick()
             return
         now = time.monotonic()
         if now > self._tell_at:
-            # Ever more rarely: a learner that is away for long reads none of it, and ZeroMQ keeps only so much.
+            # Less and less often: a busy learner does not read these messages, and ZeroMQ's queue is limited.
             self._tell_at = now + min(max(_PROGRESS_S, (now - self._began_at) / 8), self._hang_s / 4)
             self._socket.send([messages.encode(messages.Progress(self._call))])
         if self._has_kept and now > self._look_at:
@@ -107,7 +107,7 @@ class Channel:
             self._read_socket(0.0)
 
     def _look(self, mailbox: WorkerMailbox) -> Request | None:
-        """Take the call that lies in the mailbox, or else all that was sent over the socket."""
+        """Take the call in the mailbox, or else read all messages that the head has sent over the socket."""
         found = mailbox.take()
         if isinstance(found, messages.Step):
             self._came_by_mailbox = True
@@ -116,7 +116,7 @@ class Channel:
             return messages.Stop()
         while self._num_received < mailbox.num_sent:
             if not self._read_socket(_ON_ITS_WAY_S, all_there_is=False):
-                raise WireError(f"A message that the head has sent did not come within {_ON_ITS_WAY_S:g} s.")
+                raise WireError(f"A message that the head has sent did not arrive within {_ON_ITS_WAY_S:g} s.")
         if found is None:
             return None
         self._came_by_mailbox = True
@@ -128,10 +128,10 @@ class Channel:
                 self._backlog.remove(message)
                 self._take_arrays(*message)
                 return message[0]
-        raise WireError(f"The head announced call {found}, which did not come.")
+        raise WireError(f"The head announced call {found}, which did not arrive.")
 
     def _read_socket(self, timeout_s: float, *, all_there_is: bool = True) -> bool:
-        """Put what came over the socket into the backlog; returns whether anything came."""
+        """Read messages from the socket into the backlog; returns whether there were any."""
         has_come = False
         while (frames := self._socket.receive(timeout_s)) is not None:
             request = messages.decode_request(frames[0].buffer)
@@ -143,8 +143,8 @@ class Channel:
                 self._keep(request, arrays)
             self._num_received += not isinstance(request, messages.Stop | messages.Refused | messages.Registered)
             has_come, timeout_s = True, 0.0
-            # Rollouts of a stream are asked for ahead, and what is more urgent comes behind them. After any other
-            # request nothing more comes before it is answered.
+            # A stream's rollouts are requested ahead of time, so more urgent messages may follow them. After any other
+            # request, nothing more comes before it is answered.
             if not all_there_is or not isinstance(request, messages.Collect | messages.Load):
                 break
         return has_come
@@ -152,18 +152,18 @@ class Channel:
     def _keep(
         self, request: messages.Adopt | messages.Collect | messages.Decide | messages.Load, arrays: list[memoryview]
     ) -> None:
-        """Put weights onto the board at once, if that is asked for: others need not wait until they are loaded here."""
+        """Put weights on the board at once, if requested, so that others need not wait until they are loaded here."""
         copy, board = request.copy, self._board
         if copy is None or board is None or request.version is None or copy.board != board.address:
             return
         self._has_kept = True
         try:
             board.keep(request.version, arrays)
-        except OSError as error:  # The others find nothing, and ask for weights of their own.
+        except OSError as error:  # The other workers find nothing, and ask the head for the weights.
             log.warning("version %d of the policy cannot be kept for other workers: %s", request.version, error)
 
     def _take_most_urgent(self) -> Request | None:
-        """Return what was asked for first, but rollouts last: new weights, and an end, must not wait behind them."""
+        """Return the oldest request, but rollouts last: new weights and a stop must not wait behind them."""
         if not self._backlog:
             return None
         message = next((each for each in self._backlog if not isinstance(each[0], messages.Collect)), self._backlog[0])
@@ -180,7 +180,7 @@ class Channel:
         return request
 
     def go_on_with(self, call: int) -> None:
-        """Tell of the progress of a call that waited while other messages came."""
+        """From now on report the progress of a call that was held back while other messages came."""
         self._call, self._began_at = call, time.monotonic()
         self._tell_at = self._began_at + min(_PROGRESS_S, self._hang_s / 4)
 

@@ -1,4 +1,4 @@
-"""Choices: the actions a policy has decided on, checked, and divided among the environments."""
+"""Choices: checks the actions a policy has chosen, and divides them among the environments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from clusterenv.wire.layout import Layout
 
 
 class Choices:
-    """What a policy may choose for a number of environments."""
+    """Checks and divides a policy's actions for a number of environments."""
 
     def __init__(self, action_space: Space[Any], num_rows: int) -> None:
-        """Check and divide choices.
+        """Prepare for an action space.
 
         Args:
-            action_space: Of one environment.
+            action_space: The action space of one environment.
             num_rows: How many environments a policy decides for at a time.
         """
         self._rows = num_rows
@@ -30,7 +30,7 @@ class Choices:
         self._ranges = [_range_of(part) for part in _leaf_spaces(action_space)]
 
     def check(self, decision: Decision, *, are_real: bool = True) -> list[NDArray[Any]]:
-        """Return one array per leaf, in exactly the action space's dtype and shape; real ones are of the space."""
+        """Return one array per leaf, in exactly the space's dtype and shape; `are_real` also checks the values."""
         try:
             parts = self._actions.flatten(decision.action)
         except (KeyError, IndexError, TypeError) as error:
@@ -61,7 +61,7 @@ class Choices:
         return checked
 
     def split(self, actions: list[NDArray[Any]], *, is_batched: bool = False) -> Any:
-        """Return one action per environment, or, for those who take them so, all of them nested as the space is."""
+        """Return one action per environment or, with `is_batched`, all actions nested like the action space."""
         if is_batched:
             return self._actions.nest(actions)
         if self._actions.is_single:
@@ -73,7 +73,7 @@ def checked_state(state: State | None) -> State | None:
     """Check what a policy's `initial_state` returned.
 
     Raises:
-        PolicyError: It is not a dict of numpy arrays.
+        PolicyError: The state is not a dict of numpy arrays.
     """
     if state is None:
         return None
@@ -85,21 +85,21 @@ def checked_state(state: State | None) -> State | None:
     for name, part in state.items():
         if not isinstance(part, np.ndarray):
             raise PolicyError(
-                f"initial_state() must return numpy arrays; its {name!r} is a {type(part).__name__}. A tensor becomes "
-                "one by .numpy()."
+                f"initial_state() must return numpy arrays; its {name!r} is a {type(part).__name__}. Convert a tensor "
+                "with .numpy()."
             )
     return state
 
 
 def _is_outside(array: NDArray[Any], least: Any, largest: Any) -> bool:
-    """Tell whether a choice is not in the space. Once per step: the common case takes one look at the numbers."""
+    """Whether an action is outside the space. Runs every step, so the common case is a single pass."""
     if array.dtype == np.int64 and type(least) is int and least == 0:
-        return bool(array.view(np.uint64).max() > largest)  # Negative ones are the largest of all.
+        return bool(array.view(np.uint64).max() > largest)  # As unsigned, negative numbers are the largest.
     return bool((array < least).any() or (array > largest).any())
 
 
 def _leaf_spaces(space: Space[Any]) -> list[Space[Any]]:
-    """Return the spaces of a layout's leaves, in its order."""
+    """Return the spaces of a layout's leaves, in the layout's order."""
     if isinstance(space, spaces.Dict):
         return [leaf for part in space.spaces.values() for leaf in _leaf_spaces(part)]
     if isinstance(space, spaces.Tuple):
@@ -108,7 +108,7 @@ def _leaf_spaces(space: Space[Any]) -> list[Space[Any]]:
 
 
 def _range_of(space: Space[Any]) -> tuple[Any, Any] | None:
-    """Return the least and the largest choice; None for continuous actions, which environments clip as they like."""
+    """Return the smallest and largest action; None for continuous actions, which environments clip as they like."""
     match space:
         case spaces.Discrete():
             return int(space.start), int(space.start + space.n - 1)
@@ -121,7 +121,7 @@ def _range_of(space: Space[Any]) -> tuple[Any, Any] | None:
 
 
 def _fits(array: NDArray[Any], dtype: np.dtype[Any]) -> bool:
-    """Tell whether actions can be cast without loss of meaning; a Bernoulli sample of 0.0 and 1.0 is fine for ints."""
+    """Whether actions can be cast without loss of meaning; Bernoulli samples of 0.0 and 1.0 are fine for ints."""
     if np.can_cast(array.dtype, dtype, "same_kind"):
         return True
     if array.dtype.kind == "f" and np.isnan(array).any():

@@ -33,8 +33,8 @@ class Collector:
     """One policy and the environments it acts in.
 
     Attributes:
-        version: Of the weights the policy holds; 0 until it was given any.
-        is_stepping: Whether the environments are at work, and not the policy; left as it was when something raises.
+        version: The version of the weights the policy holds; 0 before it was given any.
+        is_stepping: Whether the environments, not the policy, are running; not reset when something raises.
     """
 
     is_stepping = False
@@ -56,11 +56,11 @@ class Collector:
         Args:
             policy: Acts for all environments of the host.
             host: The environments.
-            spaces: Of observations and actions, of one environment.
+            spaces: The observation and action space of one environment.
             mode: How the host resets.
             masks: Which actions the environments allow.
-            start: The number of the first environment in the run.
-            is_at_start: Whether the environments were not stepped since their reset.
+            start: The run-wide index of the first environment.
+            is_at_start: Whether the environments have not been stepped since their reset.
             seeds: What they were reset with.
         """
         self._host = host
@@ -81,7 +81,7 @@ class Collector:
         self.replace(policy)
 
     def replace(self, policy: Policy) -> None:
-        """Let another policy go on where this one stands; a recurrent one begins without memory."""
+        """Let another policy continue from here; a recurrent one begins without memory."""
         self.version = 0
         self.policy = policy
         self._takes_masks = NAME in getattr(policy, "takes", ())
@@ -90,15 +90,15 @@ class Collector:
         self._before: State | None = None
 
     def rehearse(self, values: Mapping[str, Any]) -> tuple[list[ArraySpec], list[ArraySpec]]:
-        """Let the policy act once on made-up observations, and describe what it returns beside actions.
+        """Let the policy act once on made-up observations, and describe what it returns besides actions.
 
         Args:
             values: Per-call values, as the first call has them.
 
         Raises:
-            PolicyError: Its actions do not have the form the action space asks for.
+            PolicyError: The policy's actions do not have the form of the action space.
         """
-        space = copy.deepcopy(self._observation_space)  # The user's own must not be seeded.
+        space = copy.deepcopy(self._observation_space)  # The user's own space must not be seeded.
         space.seed(0)
         samples = [self._observations.flatten(space.sample()) for _ in range(self._rows)]
         batch = self._observations.nest(
@@ -130,9 +130,9 @@ class Collector:
         """Note that these environments were reset.
 
         Args:
-            mask: Which.
-            seeds: What with; one for each environment, whether it was reset or not.
-            seed: Starts the policy's random choices anew as well, if there is one.
+            mask: Which environments.
+            seeds: One seed per environment, whether it was reset or not.
+            seed: If given, the policy is reseeded as well.
         """
         self._starts |= mask
         self._pending &= ~mask
@@ -142,16 +142,16 @@ class Collector:
             self._prober.restart()
 
     def name_seeds(self, seeds: Sequence[int | None]) -> None:
-        """Say what the episodes that begin now were reset with."""
+        """Record the seeds that the current episodes were reset with."""
         self._ledger.name_seeds(seeds)
 
     def resume_after_error(self) -> None:
-        """Learn from the host how far a step has come in which an environment raised."""
+        """Find out from the host how far a step got in which an environment raised."""
         rows = self._host.pending_rows()
         if rows is None:
             return
         pending = np.array(rows, np.bool_)
-        known = pending != self._pending  # These have ended, or begun; of the others a reward may be missing.
+        known = pending != self._pending  # Their episodes have ended or begun; others may lack a reward.
         self._starts |= self._pending & ~pending
         self._pending = pending
         self._ledger.spoil(~known)
@@ -169,14 +169,14 @@ class Collector:
 
         Args:
             block: This shard's columns.
-            num_probes: At how many rows to say how actions were distributed.
+            num_probes: At how many rows to report how actions were distributed.
             values: Per-call values for the policy.
-            on_step: Told after each step how many are made.
+            on_step: Called after each step with the number of steps so far.
 
         Returns:
-            The summary: where the environments stood at its beginning, the finished episodes, the final observations
-            that are not in the block, and the errors of environments that were reset for them, rows and texts. And the
-            probes, if any are wanted and there are any.
+            The summary: each environment's position at the beginning, the finished episodes, the final observations
+            that are not in the block, and forgiven exceptions (rows and texts). And the probes, if requested and
+            available.
         """
         self.is_stepping = False
         positions = self._ledger.positions()
@@ -192,7 +192,7 @@ class Collector:
             for step in range(num_steps):
                 actions = self._decide([column[step] for column in block.observations], block, step, values, probing)
                 self._host.observe_into([column[step + 1] for column in block.observations])
-                reached = step + 1  # Also if an environment raises: the host sees to it that every row is there.
+                reached = step + 1  # Even if an environment raises: the host makes sure that every row is filled.
                 self.is_stepping = True
                 infos = complete(self._host.step(None, actions, for_rollout=True), self._rows)
                 self.is_stepping = False
@@ -203,7 +203,7 @@ class Collector:
                 if on_step is not None:
                     on_step(made)
         finally:
-            # Also after an exception: the next call goes on from here.
+            # Also after an exception, since the next call continues from here.
             self._host.observe_into(None)
             for column, newest in zip(block.observations, self._host.buffers.observations, strict=True):
                 newest[...] = column[reached]  # type: ignore[index]  # no leaf of objects gets this far
@@ -234,7 +234,7 @@ class Collector:
         """Choose actions and step once into this step buffer.
 
         Returns:
-            The infos with the decision among them, and the probes, as `collect` does.
+            The infos, which include the decision, and the probes, as for `collect`.
         """
         self.is_stepping = False
         observations = list(self._host.buffers.observations)
@@ -255,7 +255,7 @@ class Collector:
             self._masks.step(infos)
         self.account()
         version = np.full(self._rows, self.version, np.int64)
-        extras.pop(NAME, None)  # The infos hold the mask for the next action under that name, as with other steps.
+        extras.pop(NAME, None)  # As in other steps, infos hold the mask for the next action under that name.
         return {**infos, "action": self._actions.nest(actions), **extras, "policy_version": version}, probes
 
     def account(self) -> None:
@@ -283,7 +283,7 @@ class Collector:
         return self._prober.begin(num_steps, num_probes, first, self._state)
 
     def _may_keep(self, values: Mapping[str, Any]) -> bool:
-        """Whether the policy knows nothing at its decisions but observations and its own state."""
+        """Whether the policy's decisions depend on nothing but observations and its own state."""
         return not values and not (self._takes_masks and self._masks.current is not None)
 
     def _decide(
@@ -333,7 +333,7 @@ class Collector:
         self._advance(taken, done)
 
     def _advance(self, taken: NDArray[np.bool_], done: NDArray[np.bool_]) -> None:
-        """Note whose observation is now an episode's first, and who will not take the next action."""
+        """Note which observations are now an episode's first, and which environments ignore the next action."""
         if self._mode is AutoresetMode.SAME_STEP:
             self._starts = done
         elif self._mode is AutoresetMode.NEXT_STEP:
@@ -343,7 +343,7 @@ class Collector:
             self._pending = self._pending | done
 
     def _with_masks(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return per-call values with the masks of the environments, if these have any and the policy takes them."""
+        """Return per-call values along with the action masks, if there are any and the policy takes them."""
         masks = self._masks.current
         return values if masks is None or not self._takes_masks else {NAME: masks, **values}
 

@@ -1,19 +1,19 @@
-"""Echo: a worker's output in lines that bear its name, for the head's standard error, and never too many of them."""
+"""Echo: prefixes a worker's output lines with its name for the head's standard error, and limits their number."""
 
 from __future__ import annotations
 
 from collections import deque
 
-_LINE_BYTES = 2000  # A line's beginning; with all else it fits into one write that no other worker's can cut.
+_LINE_BYTES = 2000  # Longer lines are cut, so that a line fits one write that no other worker's can interleave.
 _BURST_LINES = 100
 _LINES_PER_S = 10.0
 _LAST_LINES = 20  # When a worker ends, what it said last may matter most.
 
 
 class Echo:
-    """Cuts output into lines, and lets so many pass: a hundred at once, ten a second for long.
+    """Splits output into lines and limits their rate: a burst of a hundred, ten per second in the long run.
 
-    It does no I/O and is given the time.
+    Does no I/O; the time is passed in.
     """
 
     def __init__(self, worker_index: int) -> None:
@@ -25,16 +25,16 @@ class Echo:
         self._withheld: deque[bytes] = deque(maxlen=_LAST_LINES)
 
     def take(self, data: bytes, now: float) -> bytes:
-        """Return what is to be shown after this was printed; a line waits for its end."""
+        """Return what to show of this output; an incomplete line waits for its end."""
         *lines, rest = (self._unfinished + data).split(b"\n")
-        self._unfinished = rest[: _LINE_BYTES + 1]  # One more: to see that it is too long.
+        self._unfinished = rest[: _LINE_BYTES + 1]  # One byte more shows that it is too long.
         if self._seen_at is not None:
             self._allowance = min(_BURST_LINES, self._allowance + (now - self._seen_at) * _LINES_PER_S)
         self._seen_at = now
         return b"".join(self._pass(bytes(line)) for line in lines)
 
     def finish(self) -> bytes:
-        """Return what is left when the worker has ended: also the last lines that were withheld."""
+        """Return what is left when the worker has ended, including the last withheld lines."""
         lines = [*self._withheld, *([bytes(self._unfinished)] if self._unfinished else [])]
         note = self._note(self._num_withheld - len(self._withheld))
         self._unfinished.clear()
@@ -54,7 +54,7 @@ class Echo:
         return note + self._shape(line)
 
     def _shape(self, line: bytes) -> bytes:
-        # Of a progress bar, which returns to the line's beginning over and over, what a terminal would show in the end.
+        # A progress bar rewrites its line with carriage returns: keep what a terminal would finally show.
         line = line.rstrip(b"\r").rpartition(b"\r")[2]
         mark = b" [...]" if len(line) > _LINE_BYTES else b""
         return self._prefix + line[:_LINE_BYTES] + mark + b"\n"

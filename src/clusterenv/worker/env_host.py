@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class _Lost:
-    """Stands in for an environment whose episode was lost with another worker, until the next step has told of it."""
+    """Stands in for an environment whose episode was lost with another worker, until a step has reported that."""
 
     def __init__(self, seen: Any, first: tuple[Any, Infos]) -> None:
         self._seen = seen
@@ -36,7 +36,7 @@ class _Lost:
         return self._seen, 0.0, False, True, {"worker_lost": True}
 
     def reset(self, **_: Any) -> tuple[Any, Infos]:
-        observation, info = self._first  # The environment itself was reset already.
+        observation, info = self._first  # The real environment was reset already.
         return observation, {**info, "worker_lost": True}
 
 
@@ -53,24 +53,24 @@ class EnvHost(Host):
         pair: Pair,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """Host environments, given in the order of their index; the other arguments are those of `Host`."""
+        """Host environments, given in index order; the other arguments are those of `Host`."""
         assert isinstance(assignment.factories, list)
         super().__init__(assignment, spaces, pair, tick, num_budgets=len(envs))
-        self._first: tuple[list[NDArray[Any] | None], list[list[Any]]] = [], []  # After `resume`: first observations.
+        self._first: tuple[list[NDArray[Any] | None], list[list[Any]]] = [], []  # First observations, after `resume`.
         self._factories: list[EnvFactory] = assignment.factories
         self._envs = envs
-        self._acting: list[Any] = envs  # Those that are stepped: the environments, or what stands in for them.
+        self._acting: list[Any] = envs  # What is stepped: the environments, or their stand-ins.
         self._pending = [False] * self._num_rows
-        self._next_seeds: list[int | None] = [None] * self._num_rows  # Of the next resets that nobody asks for.
+        self._next_seeds: list[int | None] = [None] * self._num_rows  # For the next automatic resets.
         self._resting: dict[int, Any] = {}  # Without autoreset: the last observations of finished environments.
         self._layout = Layout(spaces.observation_space)
         self._writers = [ObservationWriter(self._layout, side.observations, self._num_rows) for side in pair]
         self._writer = self._writers[0]
-        self._shown = self._writer.shown()  # What the last actions were chosen on: arrays, and leaves of objects.
+        self._shown = self._writer.shown()  # The observations the last actions were based on: arrays, and objects.
         self._actions = _ActionReader(spaces.action_space, pair[0].actions, self._num_rows)
         self._infos = Gathering(self._num_rows)
         self._waiting: list[Any] = [None] * self._num_rows
-        self._waits = self._writer.waits and not self._forgives  # One that does not fit must show at its row.
+        self._waits = self._writer.waits and not self._forgives  # To forgive, an error must surface at its row.
         self._step = {
             AutoresetMode.NEXT_STEP: self._step_next,
             AutoresetMode.SAME_STEP: self._step_same,
@@ -92,7 +92,7 @@ class EnvHost(Host):
                 continue
             self.failed_row = row
             try:
-                # Each environment may change its options: none may see another's changes, or change the caller's.
+                # Copied, because an environment may change its options, which others must not see.
                 observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
                 self._writer.put(row, observation)
             except BaseException as error:
@@ -136,7 +136,7 @@ class EnvHost(Host):
         return self._pending
 
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
-        # Into the other buffer: if this worker is lost, too, the next one is given what is in this one.
+        # Into the other buffer: if this worker is lost as well, its replacement is given the contents of this one.
         infos = complete(self.reset(1 - buffer, seeds, None, None), self._num_rows)
         arrays, objects = self._writer.shown()
         self._first = [None if array is None else array.copy() for array in arrays], [list(part) for part in objects]
@@ -149,7 +149,7 @@ class EnvHost(Host):
             self._pending[row] = has_ended
             self._next_seeds[row] = None if self._mode is AutoresetMode.SAME_STEP else seeds[row]
             if has_ended and not self.buffers.terminations[row]:
-                # Elsewhere than in shared memory, which has the flags: the learner may not have seen them yet.
+                # Without shared memory, the flags are not in the buffer, and the learner may not have seen them yet.
                 self.buffers.truncations[row] = True
             last = self._observation((arrays, objects), row)
             self._resting[row] = last
@@ -159,7 +159,7 @@ class EnvHost(Host):
         if self._acting is self._envs:
             return False
         for row, acting in enumerate(self._acting):
-            if isinstance(acting, _Lost) or self._pending[row]:  # The others were reset since.
+            if isinstance(acting, _Lost) or self._pending[row]:  # The others have been reset since.
                 self._writer.put(row, self._observation(self._first, row))
         self._acting = self._envs
         self._pending[:] = [False] * self._num_rows
@@ -200,7 +200,7 @@ class EnvHost(Host):
         return results
 
     def close(self) -> None:
-        """Close every environment, even when one of them fails to; the first error is raised at the end."""
+        """Close every environment, even if one raises; the first error is raised at the end."""
         envs, self._envs = self._envs, []
         first: Exception | None = None
         for env in envs:
@@ -211,9 +211,9 @@ class EnvHost(Host):
         if first is not None:
             raise first
 
-    # The three loops below are the hot path: everything per environment is done with local names and plain
-    # lists, flags are written only where they are true, and rewards once per step. After an exception that is
-    # forgiven, the loop over `pairs` goes on with the next environment.
+    # The three loops below are the hot path: per-environment work uses local names and plain lists, flags are
+    # written only where they are true, and rewards once per step. After a forgiven exception, the loop over
+    # `pairs` continues with the next environment.
 
     def _step_next(self, actions: Iterable[Any], wants_all: bool) -> Infos:
         put, flat, slices, pending = self._putter(), self._writer.flat, self._writer.slices, self._pending
@@ -337,14 +337,14 @@ class EnvHost(Host):
         self._keep_rows(0)
 
     def _keep_rows(self, first: int) -> None:
-        """After an exception: what was not stepped, from this row on, keeps what it showed."""
+        """After an exception, let the rows from `first` on, which were not stepped, show what they showed before."""
         if self._waits and first:
             for row in range(first):
                 self._writer.put(row, self._waiting[row])
         arrays, objects = self._shown
         self._writer.keep(first, arrays, objects)
         other = self._pair[1 - self._buffer]
-        if arrays is other.observations:  # Not in a rollout, whose flags are its own.
+        if arrays is other.observations:  # Not during a rollout, which has flags of its own.
             self.buffers.terminations[first:] = other.terminations[first:]
             self.buffers.truncations[first:] = other.truncations[first:]
 
@@ -360,7 +360,7 @@ class EnvHost(Host):
         return self._budget.forgive(row, error)
 
     def _truncate_row(self, row: int, rewards: list[Any]) -> tuple[Any, Infos]:
-        """Treat an episode as truncated where its environment raised; returns the last observation, and an info."""
+        """Truncate the episode of an environment that raised; returns its last observation, and an info."""
         rewards[row] = 0.0
         self.buffers.terminations[row], self.buffers.truncations[row] = False, True
         return self._last_observation(row), {"env_error": self._budget.text}
@@ -368,7 +368,7 @@ class EnvHost(Host):
     def _make_again(
         self, row: int, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, Infos]:
-        """Reset an environment that raised; if it cannot be reset, make another in its place, and reset that."""
+        """Reset an environment that raised; if that fails, make a new one in its place, and reset that."""
         text = self._budget.text
         while True:
             try:
@@ -388,7 +388,7 @@ class EnvHost(Host):
         try:
             self._envs[row].close()
         except Exception:
-            log.warning("an environment that is made again could not be closed", exc_info=True)
+            log.warning("an environment that is being replaced could not be closed", exc_info=True)
         env = make_env(self._factories[row])
         check_spaces(env.observation_space, env.action_space, self._spaces)
         self._envs[row] = env
@@ -396,7 +396,7 @@ class EnvHost(Host):
             self._envs[row].set_wrapper_attr(name, values[row])
 
     def _last_observation(self, row: int) -> Any:
-        """Return a copy of what the last action was chosen on."""
+        """Return a copy of the observation that the last action was based on."""
         return self._observation(self._shown, row)
 
     def _observation(self, shown: tuple[Sequence[NDArray[Any] | None], list[list[Any]]], row: int) -> Any:
@@ -408,13 +408,13 @@ class EnvHost(Host):
         return [nxt if seed is None else seed for seed, nxt in zip(seeds, self._next_seeds, strict=True)]
 
     def _put_slowly(self, row: int, observation: Any) -> None:
-        """Write an observation that is not in the space's own dtype, and do so with all others from now on."""
+        """Write an observation whose dtype is not the space's, and stop using the fast path from now on."""
         self._writer.put(row, observation)
         for writer in self._writers:
             writer.do_without_flat()
 
     def _write_waiting(self) -> None:
-        """Write the observations that were kept back, all at once or, if one does not fit, up to that one."""
+        """Write the observations that were held back, all at once or, if one does not fit, up to that one."""
         if self._waits and not self._writer.put_all(self._waiting):
             for row, observation in enumerate(self._waiting):
                 self.failed_row = row
@@ -438,17 +438,17 @@ class _ActionReader:
         self._batched = batch_space(space, num_rows)
 
     def read(self) -> Iterable[Any]:
-        # Copies: an environment may keep its action, and the buffers are written again at the next step.
+        # Copies, because an environment may keep its action, and the next step overwrites the buffers.
         if self._layout.is_single:
             return self._arrays[0].copy()
         return iterate(self._batched, self._layout.nest([array.copy() for array in self._arrays]))
 
 
 def _refuse_old_results(error: BaseException) -> None:
-    """Say what is wrong with an environment whose step() returns nothing, or four values as in the old Gym.
+    """Explain the error of an environment whose step() returns nothing, or four values as in the old Gym.
 
     Raises:
-        ConfigError: The error is that, and not one of the environment's own code.
+        ConfigError: The error came from unpacking such a result, not from the environment's own code.
     """
     own = error.__traceback__
     if (

@@ -30,10 +30,10 @@ from clusterenv.worker.observation_writer import ObservationWriter
 log = logging.getLogger(__name__)
 
 ROWS = 8
-"""How many rows the policy decides for at a time, always: what a row's result is may depend on their number.
+"""How many rows the policy always decides for at a time, since a row's result may depend on the batch size.
 
-It may depend on which row it is, too: to the last bits, kernels compute some rows in other ways than others. Episode i
-therefore always has row i modulo `ROWS`.
+It may depend on the row's position as well, since kernels may compute some rows differently in the last bits. Episode i
+therefore always uses row i modulo `ROWS`.
 """
 
 
@@ -45,8 +45,8 @@ class Task:
     """An episode to play.
 
     Attributes:
-        index: In the evaluation's table.
-        options: For `reset`.
+        index: Its index in the evaluation's table.
+        options: The options for `reset`.
     """
 
     index: int
@@ -55,12 +55,12 @@ class Task:
 
 
 class EpisodePlayer:
-    """Plays the episodes it is dealt: as many at a time as it has environments, each from its seed to its end.
+    """Plays the episodes it is dealt, as many at a time as it has environments.
 
-    Nothing of the shard beside it is touched, nor are the process's own random generators.
+    It touches neither the worker's shard nor the states of the process-wide random generators.
 
     Attributes:
-        is_stepping: Whether the environments are at work, and not the policy; left as it was when something raises.
+        is_stepping: Whether the environments, not the policy, are running; not reset when something raises.
     """
 
     is_stepping = True
@@ -69,9 +69,9 @@ class EpisodePlayer:
         """Play in environments with these spaces.
 
         Args:
-            spaces: Of the run.
-            forgives: Whether an episode whose environment raises is truncated, and the others go on.
-            tick: Told of each environment that was made or reset, and of each step.
+            spaces: The spaces of the run.
+            forgives: Whether to truncate an episode whose environment raises, and continue with the others.
+            tick: Called after each environment is made or reset, and after each step.
         """
         self._spaces = spaces
         self._forgives = forgives
@@ -82,9 +82,9 @@ class EpisodePlayer:
         self._generators = OwnGenerators()
 
     def begin(self, plan: EvaluationPlan, num_envs: int) -> None:
-        """Begin another evaluation, with as many environments; those of the last one are used again.
+        """Begin another evaluation with this many environments, reusing those of the last one.
 
-        What was under way is forgotten.
+        Episodes under way are dropped.
         """
         with self._closing_after_errors(), self._generators.used():
             policy: Policy = plan.policy
@@ -110,13 +110,13 @@ class EpisodePlayer:
         """Play until the time is up, or an environment is free and there is something to report.
 
         Args:
-            tasks: To play besides those that are under way.
-            limit_s: How long; then the step under way is finished.
+            tasks: Episodes to play besides those under way.
+            limit_s: How long to play; then the current step is still finished.
 
         Returns:
-            What is over: `[index, return, length, terminated, truncated, whether it was cut at max_steps, whether its
-            random numbers depend on what was played beside it, info]`, the last encoded as a value. And the indices of
-            the tasks that were not begun.
+            The finished episodes as `[index, return, length, terminated, truncated, whether it was cut at max_steps,
+            whether its random numbers depend on other episodes, info]`, the info encoded as a value. And the indices
+            of the tasks that were not begun.
         """
         queue, finished = deque(tasks), list[list[Any]]()
         deadline = time.monotonic() + limit_s
@@ -142,13 +142,13 @@ class EpisodePlayer:
         return finished, [task.index for task in queue]
 
     def close(self) -> None:
-        """Close the environments, even if one of them fails to."""
+        """Close the environments, even if one of them raises."""
         seats, self._seats, self._free, self._batches = self._seats, [], [], []
         for seat in seats:
             _close(seat.env)
 
     def _start_one(self, queue: deque[Task]) -> None:
-        """Start the first task whose row is free in a batch; if all rows that are wanted are taken, in a new batch."""
+        """Start the first task whose row is free in some batch; if there is none, start a task in a new batch."""
         for batch in self._batches:
             if batch.num_under_way < ROWS:
                 for position, task in enumerate(queue):
@@ -161,7 +161,7 @@ class EpisodePlayer:
 
     @contextlib.contextmanager
     def _closing_after_errors(self) -> Iterator[None]:
-        """Use no environment again that something has raised in, or that was left in the middle of something."""
+        """Close all environments after an exception, since some may be in the middle of a step."""
         try:
             yield
         except BaseException:
@@ -171,7 +171,7 @@ class EpisodePlayer:
 
 @dataclass(eq=False)
 class _Seat:
-    """An environment, and whether it has raised, so that another one must take its place."""
+    """An environment, and whether it has raised and must be replaced."""
 
     env: Env[Any, Any]
     is_broken: bool = False
@@ -187,9 +187,9 @@ class _UnderWay:
 
 
 class _Batch:
-    """Up to `ROWS` episodes, for which the policy decides at once, or for one after another if it draws for all alike.
+    """Up to `ROWS` episodes, for which the policy decides at once, or one by one if it draws from shared generators.
 
-    Rows in which nothing is under way show what they showed last, or what another one shows.
+    Rows without an episode show their last observation, or a copy of another row's.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class _Batch:
         self._factory: EnvFactory = plan.factory
         self._max_steps = plan.max_steps
         self._rows: list[_UnderWay | None] = [None] * ROWS
-        self._is_idle = np.ones(ROWS, np.bool_)  # Where nothing is under way, or was not when the policy last decided.
+        self._is_idle = np.ones(ROWS, np.bool_)  # Rows without an episode, now or at the last decision.
         self._state: State | None = checked_state(self._policy.initial_state(ROWS))
         self._masks: NDArray[Any] | None = None
         self._has_begun = False
@@ -239,7 +239,7 @@ class _Batch:
             observation, info = self._reset(playing)
             self._put(row, observation)
         self._tick()
-        if not self._has_begun:  # The policy must not be shown what no environment has.
+        if not self._has_begun:  # The policy must not see observations that no environment returned.
             self._has_begun = True
             for array in self._arrays:
                 array[:] = array[row]  # type: ignore[index]  # evaluations have leaves of fixed size only
@@ -272,7 +272,7 @@ class _Batch:
         return self._choices.split(self._choices.check(decision))
 
     def _decide_alone(self) -> list[Any]:
-        """Let the policy decide for one episode after another, each with random numbers of its own."""
+        """Let the policy decide for one episode at a time, each with its own random numbers."""
         actions: list[Any] = [None] * ROWS
         state = None if self._state is None else {name: array.copy() for name, array in self._state.items()}
         for row, playing in enumerate(self._rows):
@@ -295,7 +295,7 @@ class _Batch:
         return self._policy.act(obs, state, self._values if masks is None else {NAME: masks, **self._values})
 
     def step(self, actions: Any, finished: list[list[Any]]) -> list[_Seat]:
-        """Step those that are under way, and add what is over to the list; returns whose environments are free."""
+        """Step the episodes under way, append those that are over to `finished`, and return the seats set free."""
         rows, put, max_steps, free = self._rows, self._put, self._max_steps, list[_Seat]()
         for row, action in enumerate(actions):
             playing = rows[row]
@@ -317,7 +317,7 @@ class _Batch:
             if terminated or truncated or playing.length >= max_steps:
                 was_cut = not (terminated or truncated)
                 ending = bool(terminated), bool(truncated) or was_cut, was_cut, self._chance.is_mixed
-                # Encoded at once: environments may change an info that they have returned.
+                # Encoded right away, because environments may change an info after returning it.
                 finished.append([playing.task.index, playing.total, playing.length, *ending, values.dumps(info)])
                 free.append(playing.seat)
                 rows[row] = None
@@ -360,7 +360,7 @@ def _naming(task: Task) -> Iterator[None]:
 
 
 def _name(error: BaseException, task: Task) -> None:
-    """Say in which episode something was raised."""
+    """Add a note that says in which episode an exception was raised."""
     error.add_note(f"(In episode {task.index} of an evaluation, with seed {task.seed}.)")
 
 

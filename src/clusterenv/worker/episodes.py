@@ -1,4 +1,4 @@
-"""Episodes: what each environment has earned since its episode began."""
+"""Episodes: the return and length of each environment's current episode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class Finished(NamedTuple):
-    """Episodes that finished, in the order in which they did; each `[episodes]`."""
+    """Finished episodes, in the order in which they finished; arrays of shape `[episodes]`."""
 
     row: NDArray[np.int64]
     step: NDArray[np.int64]
@@ -20,26 +20,26 @@ class Finished(NamedTuple):
 
 
 class EpisodeLedger:
-    """Adds up returns and lengths, across rollouts."""
+    """Accumulates returns and lengths across rollouts."""
 
     def __init__(self, num_rows: int, *, is_at_start: bool, seeds: Sequence[int | None]) -> None:
         """Begin to count.
 
         Args:
-            num_rows: The environments.
-            is_at_start: Whether every environment stands at the start of an episode. If not, the episode it is in is
-                not reported, since its beginning was not seen.
+            num_rows: The number of environments.
+            is_at_start: Whether every environment is at the start of an episode. If not, its current episode is not
+                reported, since its beginning was not seen.
             seeds: What the environments were reset with.
         """
         self._returns = np.zeros(num_rows, np.float64)
         self._lengths = np.zeros(num_rows, np.int64)
         self._is_whole = np.full(num_rows, is_at_start)
-        self._life = secrets.randbits(62)  # No worker that takes over counts the same episodes.
+        self._life = secrets.randbits(62)  # Sets this worker's episodes apart from a replacement's.
         self._numbers = np.zeros(num_rows, np.int64)
         self._seeds = _as_array(seeds)
 
     def restart(self, rows: NDArray[np.bool_], seeds: Sequence[int | None] | None = None) -> None:
-        """Note that these environments were reset, and with which seeds; there is one for each environment."""
+        """Note that these environments were reset; `seeds` has one entry per environment, reset or not."""
         self._returns[rows] = 0.0
         self._lengths[rows] = 0
         self._is_whole[rows] = True
@@ -47,11 +47,11 @@ class EpisodeLedger:
         self._seeds[rows] = -1 if seeds is None else _as_array(seeds)[rows]
 
     def name_seeds(self, seeds: Sequence[int | None]) -> None:
-        """Say what all environments were reset with for the episodes that begin now."""
+        """Record the seeds that the current episodes of all environments were reset with."""
         self._seeds = _as_array(seeds)
 
     def positions(self) -> dict[str, NDArray[np.int64]]:
-        """Say where each environment stands: in which of its episodes, after how many steps of it."""
+        """Return each environment's position: which of its episodes, and after how many steps."""
         return {
             "life": np.full(len(self._numbers), self._life, np.int64),
             "episode": self._numbers.copy(),
@@ -60,16 +60,16 @@ class EpisodeLedger:
         }
 
     def spoil(self, rows: NDArray[np.bool_]) -> None:
-        """Note that something of these environments' episodes was not seen: they are not reported."""
+        """Note that part of these environments' episodes was not seen, so that they are not reported."""
         self._is_whole[rows] = False
 
     def add(self, rewards: NDArray[np.float64], taken: NDArray[np.bool_], done: NDArray[np.bool_]) -> Finished:
-        """Count steps, those of a whole rollout in one go: environments evict the caches, and numpy after each is slow.
+        """Count the steps of a whole rollout at once; numpy calls between steps are slow, as environments evict caches.
 
         Args:
-            rewards: Shape `[steps, environments]`, as are the others.
+            rewards: Shape `[steps, environments]`, like the others.
             taken: Where an environment took an action, rather than being reset.
-            done: Where it finished its episode with that.
+            done: Where that action finished its episode.
         """
         earned = np.where(taken, rewards, 0.0)
         returns, lengths = np.zeros(done.shape, np.float64), np.zeros(done.shape, np.int64)
@@ -86,5 +86,5 @@ class EpisodeLedger:
 
 
 def _as_array(seeds: Sequence[int | None]) -> NDArray[np.int64]:
-    """Return the seeds, and -1 for those that are not known or too large."""
+    """Return the seeds, with -1 for unknown or too large ones."""
     return np.array([-1 if seed is None or not 0 <= seed < 2**63 else seed for seed in seeds], np.int64)

@@ -1,4 +1,4 @@
-"""ErrorBudget: how often an environment may raise, where that need not end the run."""
+"""ErrorBudget: how often an environment may raise before that ends the run."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class _Record:
 
 
 class ErrorBudget:
-    """Counts the exceptions of each environment, and says when there were too many.
+    """Counts the exceptions of each environment, and decides when there were too many.
 
     Attributes:
-        step: How many steps the host has made; it counts.
-        text: Of the last exception that was forgiven.
-        errors: Rows and texts of those that were forgiven; whoever reports them clears it.
+        step: How many steps the host has made; the host updates it.
+        text: The text of the last forgiven exception.
+        errors: Rows and texts of forgiven exceptions; the host clears the list.
     """
 
     def __init__(self, num_rows: int, start: int, *, forgives: bool) -> None:
         """Begin to count.
 
         Args:
-            num_rows: The environments.
-            start: The index of the first, for the log.
-            forgives: Whether to go on after an exception at all.
+            num_rows: The number of environments.
+            start: The index of the first environment, for the log.
+            forgives: Whether to continue after an exception at all.
         """
         self.step = 0
         self.text = ""
@@ -45,7 +45,7 @@ class ErrorBudget:
         self._records = [_Record() for _ in range(num_rows)]
 
     def forgive(self, row: int, error: BaseException) -> bool:
-        """Note an exception of an environment; False if it is to be raised."""
+        """Note an environment's exception; returns False if it must be raised."""
         if not self._forgives or not isinstance(error, Exception):
             return False
         record = self._records[row]

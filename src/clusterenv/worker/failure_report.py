@@ -1,7 +1,7 @@
-"""Failures: what the head is told of an exception, however odd it is.
+"""FailureReport: describes any exception for the head, however odd the exception is.
 
-An exception is the user's object: its text may be megabytes, impossible to encode, or raise when it is asked for. None
-of that may cost the worker its life.
+An exception is the user's object: its text may be megabytes long, impossible to encode, or raise when read. None of
+that may crash the worker.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 from clusterenv.errors import OWN_TYPES
 from clusterenv.wire.messages import Adopt, Apply, Collect, Decide, Evaluate, Failed, Request, Where
 
-_MAX_CHARACTERS = 32_000  # Four bytes each at worst: an error is a small message.
+_MAX_CHARACTERS = 32_000  # At most four bytes each, to keep the message small.
 _MAX_NAME = 255
 _OURS = os.path.join(Path(__file__).parent.parent, "")
 
 
 def culprit_of(request: Request, *, is_stepping: bool) -> Where:
-    """Tell whose code has raised while this was done.
+    """Return whose code raised while a request was handled.
 
     Args:
-        request: From the head.
-        is_stepping: Of what a policy and the environments did in turn: whether it was the environments' turn.
+        request: The head's request.
+        is_stepping: Whether the environments, not the policy, were running.
     """
     match request:
         case Apply():
@@ -42,10 +42,10 @@ def describe_failure(error: BaseException, call: int, *, env_index: int | None, 
     """Describe an exception for the head.
 
     Args:
-        error: What was raised.
-        call: In which call.
-        env_index: By which environment, if that is known.
-        where: By whose code.
+        error: The exception.
+        call: The call in which it was raised.
+        env_index: The environment that raised it, if known.
+        where: Whose code raised it.
     """
     return Failed(
         call=call,
@@ -65,7 +65,7 @@ def summarize(error: BaseException) -> str:
 
 
 def _ask(question: Callable[[], str], limit: int) -> str:
-    """Return what an exception says of itself, as text that can be sent."""
+    """Return a text that an exception provides, shortened and made encodable."""
     try:
         answer = question()
         if not isinstance(answer, str):
@@ -76,7 +76,7 @@ def _ask(question: Callable[[], str], limit: int) -> str:
 
 
 def _shorten(text: str, limit: int) -> str:
-    """Leave out the middle of a text that is too long: its beginning says what it is, its end often why."""
+    """Leave out the middle of a text that is too long: its beginning says what happened, its end often why."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -101,9 +101,9 @@ def _format(error: BaseException) -> str:
 
 
 def _hide_our_frames(frames: traceback.StackSummary, *, is_refusal: bool) -> None:
-    """Leave out how we came to call the user's code.
+    """Remove this library's frames that led to the user's code.
 
-    If there is none of it, how we came to raise is of interest; unless we refused something in a sentence.
+    If there is no user code, all frames are kept, unless the error is our own and its message says enough.
     """
     none = len(frames) if is_refusal else 0
     first = next((index for index, frame in enumerate(frames) if not frame.filename.startswith(_OURS)), none)

@@ -1,8 +1,8 @@
-"""`python -m clusterenv.worker.follow`: shows what workers elsewhere have printed, as it comes into their logs.
+"""`python -m clusterenv.worker.follow`: shows what remote workers print, by following their logs.
 
-Its arguments are descriptors of the logs, in the order of the workers. Each line of its standard input names one more,
-of Slurm's: the worker whose log it is, or `-` if each of its lines has a label, and a path, which need not exist yet.
-It writes to its standard error until its standard input ends, as it does with the head.
+Its arguments are file descriptors of the logs, in the order of the workers. Each line of its standard input names one
+more log, written by Slurm: the index of its worker, or `-` if each of its lines is labelled, and a path, which need not
+exist yet. It writes to standard error until its standard input ends, which happens when the head ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOOK_MS = 200.0
 _READ_BYTES = 1 << 16
 _LAST_WRITE_S = 2.0
 _LABEL = re.compile(rb"^ *(\d+): ")  # srun --label
-# For the head, not for people; behind what the worker has printed last, if that has no end.
+# Meant for the head, not for people; follows the worker's last output directly if that lacks a newline.
 _MARK = re.compile(rb"clusterenv: worker \d+ (starts on .*|ended with status \d+)$")
 
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _Echoes(dict[int, Echo]):
-    """What makes lines of each worker's output, whichever logs it is in."""
+    """One `Echo` per worker, created on first use, whichever log its output is in."""
 
     def __missing__(self, worker_index: int) -> Echo:
         self[worker_index] = echo = Echo(worker_index)
@@ -71,19 +71,19 @@ class _WorkerLog:
         self._position = 0
 
     def read(self) -> list[tuple[int, bytes]]:
-        """Return what was written since the last time, or some of it, and by whom; nothing if there is no more."""
-        # Its position is shared with whoever writes it: read without moving it.
+        """Return some of what was written since the last call, and by which worker; empty if there is no more."""
+        # The file position is shared with the writer, so read without moving it.
         data = os.pread(self._descriptor, _READ_BYTES, self._position)
         self._position += len(data)
         return [(self._worker_index, data)] if data else []
 
     def finish(self) -> list[tuple[int, bytes]]:
-        """Return what is left once there is no more."""
+        """Return what is left at the end."""
         return []
 
 
 class _SlurmLog:
-    """A log that Slurm writes: of one worker, or of many with labels. What then has none is not of a worker."""
+    """A log that Slurm writes: of one worker, or of many with labelled lines. Unlabelled lines are not a worker's."""
 
     def __init__(self, name: bytes) -> None:
         worker, _, self._path = name.partition(b" ")
@@ -92,13 +92,13 @@ class _SlurmLog:
         self._unfinished = b""
 
     def read(self) -> list[tuple[int, bytes]]:
-        """Return what was written since the last time, or some of it, and by whom; nothing if there is no more."""
+        """Return some of what was written since the last call, and by which worker; empty if there is no more."""
         pieces: list[tuple[int, bytes]] = []
         while not pieces:
             try:
-                with open(self._path, "rb", buffering=0) as file:  # Anew: over NFS that is when changes are looked for.
+                with open(self._path, "rb", buffering=0) as file:  # Reopened: NFS checks for changes on open.
                     data = os.pread(file.fileno(), _READ_BYTES, self._position)
-            except OSError:  # It has not begun, or its files are not ours.
+            except OSError:  # The job has not begun, or its files are not accessible to us.
                 data = b""
             if not data:
                 break
@@ -108,7 +108,7 @@ class _SlurmLog:
         return pieces
 
     def finish(self) -> list[tuple[int, bytes]]:
-        """Return what is left once there is no more: a line without an end."""
+        """Return what is left at the end: a line without a newline."""
         line, self._unfinished = self._unfinished, b""
         piece = self._read_line(line) if line else None
         return [] if piece is None else [piece]

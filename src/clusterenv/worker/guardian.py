@@ -1,14 +1,14 @@
-"""The guardian: a small process around each worker, which ends the worker when nothing in it can do so.
+"""The guardian: a small process around each worker, which ends the worker when the worker cannot do so itself.
 
 `python -m clusterenv.worker` is two processes. The one that a launcher starts becomes the guardian; its child is the
-worker. While C code holds the interpreter's lock, no thread of the worker runs, so none can notice that the head is
+worker. While C code holds the interpreter lock, no thread of the worker runs, so none can notice that the head is
 gone; and a worker that has crashed cannot end the helper processes that its environments have started. The guardian
 
-- ends the worker if the head's process ends, or, where that is elsewhere, if the worker is stuck and nobody listens at
-  the head's address;
-- is a subreaper: whatever the worker started becomes its child when the worker ends, and is then ended, too;
-- writes what the worker prints to the log, and to the head's standard error if that is handed to it (`relay`);
-- ends as the worker ended, so that launchers see what they would see without it.
+- ends the worker if the head's process ends or, if the head is on another machine, if the worker is stuck and nothing
+  listens at the head's address;
+- is a subreaper: processes that the worker started become its children when the worker ends, and are then ended, too;
+- writes what the worker prints to the log, and to the head's standard error if it was given that (`relay`);
+- ends the same way as the worker, so that launchers see what they would see without it.
 
 It has one thread and imports only the standard library and the ticket.
 """
@@ -37,12 +37,12 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
 _BEAT, _HEAD_IS_GONE = b".", b"!"
-_SILENT_S = 1.5  # A worker that has not given a sign of life for so long is stuck.
+_SILENT_S = 1.5  # A worker without a heartbeat for this long is stuck.
 _PROBE_EVERY_S = 1.0
-_STARTING_PROBE_EVERY_S = 5.0  # Before its first sign of life, a worker may import for minutes.
-_WORKER_GRACE_S = 3.0  # After the head's end. The worker's own watch needs less.
-_LAST_GRACE_S = 2.0  # After the worker itself has found the head gone.
-_LOOK_S = 0.5  # Where there are no pidfds.
+_STARTING_PROBE_EVERY_S = 5.0  # Before its first heartbeat, a worker may spend minutes on imports.
+_WORKER_GRACE_S = 3.0  # After the head has ended. The worker's own watch needs less.
+_LAST_GRACE_S = 2.0  # After the worker itself has noticed that the head is gone.
+_LOOK_S = 0.5  # Used if the system has no pidfds.
 _HELPER_GRACE_S = 0.3  # To tidy up, as multiprocessing's resource tracker does.
 _HELPER_DEADLINE_S = 2.0
 _LAST_WRITE_S = 2.0
@@ -52,7 +52,7 @@ class Guardian:
     """The worker's side: its connection to the process that guards it.
 
     Attributes:
-        log: Takes lines for the worker's log that are not shown elsewhere, unlike what is printed.
+        log: A stream to the worker's log; unlike printed output, lines written to it are not shown elsewhere.
     """
 
     def __init__(self, control: sockets.socket, log: TextIO) -> None:
@@ -62,40 +62,40 @@ class Guardian:
         self._is_gone = False
 
     def beat(self) -> None:
-        """Give a sign of life."""
+        """Send a heartbeat."""
         self._send(_BEAT)
 
     def tell_head_is_gone(self) -> None:
-        """Ask to be ended in a moment, should this process not manage to end on its own."""
+        """Ask to be killed in a moment, in case this process does not manage to end on its own."""
         self._send(_HEAD_IS_GONE)
 
     def says_head_is_gone(self) -> bool:
-        """Tell whether the guardian has seen the head's process end."""
+        """Whether the guardian has seen the head's process end."""
         with contextlib.suppress(OSError):
             self._is_gone = self._is_gone or _HEAD_IS_GONE in self._control.recv(16)
         return self._is_gone
 
     def _send(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # Full, for it was stopped; or it has ended, and so does this process.
+        with contextlib.suppress(OSError):  # The guardian is suspended, or has ended, as will this process.
             self._control.send(message)
 
 
 def guard(ticket: Ticket, worker_index: int, shown: int | None) -> Guardian | None:
     """Split this process in two: the worker, in which this returns, and its guardian, in which it never does.
 
-    Must be called before there are threads. Returns None where there are no guardians: on anything but Linux.
+    Must be called before there are threads. Returns None on systems other than Linux, which have no guardian.
 
     Args:
-        ticket: The worker's.
+        ticket: The worker's ticket.
         worker_index: Which worker it is.
-        shown: A descriptor of the head's standard error, to show there what the worker prints. The worker itself does
-            not keep it.
+        shown: A descriptor of the head's standard error, on which to show what the worker prints. The worker itself
+            does not keep it open.
     """
     if sys.platform != "linux":
         return None
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()  # Or both processes would write what is buffered.
+            stream.flush()  # Otherwise both processes would write what is buffered.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     own, workers = sockets.socketpair()
     pipes = _open_pipes()
@@ -109,7 +109,7 @@ def guard(ticket: Ticket, worker_index: int, shown: int | None) -> Guardian | No
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # The guardian has one thread, so its end is its process's.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # Sent when the parent's thread ends, of which the guardian has one.
     if os.getppid() != guardian_pid:
         os._exit(1)
     os.setpgid(0, 0)
@@ -122,17 +122,17 @@ def guard(ticket: Ticket, worker_index: int, shown: int | None) -> Guardian | No
         for output in outputs:
             os.dup2(write_end, output)
         os.close(write_end)
-    return Guardian(workers, open(log_writing, "w", errors="backslashreplace"))  # As long as the worker.
+    return Guardian(workers, open(log_writing, "w", errors="backslashreplace"))  # Open as long as the worker runs.
 
 
 def name_process(name: str) -> None:
-    """Set the name that `ps -e`, `top` and `clusterenv chaos` know this process by; call it in the main thread."""
+    """Set this process's name in `ps -e`, `top` and `clusterenv chaos`; call it in the main thread."""
     if sys.platform == "linux":
         _prctl(_PR_SET_NAME, name.encode())
 
 
 def _open_pipes() -> list[tuple[int, int, tuple[int, ...]]]:
-    """Make a pipe for standard output and error, or one for each if they lead to different places."""
+    """Make one pipe for standard output and error, or one for each if they lead to different files."""
     for output in (1, 2):
         try:
             os.fstat(output)
@@ -146,7 +146,7 @@ def _open_pipes() -> list[tuple[int, int, tuple[int, ...]]]:
 
 
 class _Guard:
-    """What the guardian does, from the fork to its end."""
+    """The guardian's side, from the fork to its end."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class _Guard:
         self._signals = _catch_signals()
         self._sinks = [Sink(outputs[0]) for _, _, outputs in pipes]
         echo = None
-        # First what the worker itself has to say, which may announce what follows.
+        # The library's own log comes first, since it may announce the output that follows.
         self._relays = [Relay(log, self._sinks[-1], None)]
         if shown is not None:
             descriptor, worker_index = shown
@@ -185,7 +185,7 @@ class _Guard:
 
     def run(self) -> NoReturn:
         with contextlib.suppress(OSError):
-            os.setpgid(self._pid, self._pid)  # The worker does so, too: whoever comes first.
+            os.setpgid(self._pid, self._pid)  # The worker does so, too; it does not matter which is first.
         while not self._reap():
             ready = self._wait()
             self._take_signals(ready)
@@ -205,7 +205,7 @@ class _Guard:
         _end_as(status)
 
     def _wait(self) -> set[int]:
-        """Wait until something happens or is due; returns the descriptors on which something has happened."""
+        """Wait for an event or the next due time; returns the descriptors that are ready."""
         now = time.monotonic()
         due = [self._kill_at, *(sink.due_at(now) for sink in self._sinks)]
         poll = select.poll()
@@ -225,7 +225,7 @@ class _Guard:
             if sink.is_waited_for(now):
                 poll.register(sink.descriptor, select.POLLOUT)
         next_at = min((at for at in due if at is not None), default=None)
-        # A millisecond more: poll rounds down, and would come back too early over and over.
+        # A millisecond more, because poll rounds down and would return too early over and over.
         timeout_ms = None if next_at is None else max(0.0, next_at - now) * 1000 + 1
         return {descriptor for descriptor, _ in poll.poll(timeout_ms)}
 
@@ -245,7 +245,7 @@ class _Guard:
         except OSError:
             said = b""
         now = time.monotonic()
-        if not said:  # The worker ends, or an environment has closed whatever was open.
+        if not said:  # The worker is ending, or an environment has closed all descriptors.
             self._control.close()
             self._control = None
         elif _HEAD_IS_GONE in said and self._kill_at is None:
@@ -278,7 +278,7 @@ class _Guard:
         os.kill(self._pid, signal.SIGKILL)  # It may have left its group.
 
     def _reap(self) -> bool:
-        """Reap what has ended, but for the worker: while it is not reaped, its id is nobody else's."""
+        """Reap ended children, except for the worker: until it is reaped, its pid cannot be reused."""
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid == self._pid:
                 return True
@@ -286,7 +286,7 @@ class _Guard:
         return False
 
     def _end_helpers(self) -> int:
-        """End what the worker has left behind, which is by now this process's; returns the worker's own status."""
+        """End the processes that the worker has left behind, now children of this one; returns the worker's status."""
         with contextlib.suppress(OSError):
             os.killpg(self._pid, signal.SIGTERM)
         status = os.waitpid(self._pid, 0)[1]
@@ -303,21 +303,21 @@ class _Guard:
                 for pid in _children():
                     with contextlib.suppress(OSError):
                         os.kill(pid, number)
-                if poll.poll(wait_s * 1000):  # One has ended: its children may be this process's now.
+                if poll.poll(wait_s * 1000):  # One has ended, so its children may be this process's now.
                     os.read(self._signals[0], 64)
         return status
 
 
 def _catch_signals() -> tuple[int, int]:
-    """Let signals be bytes in a pipe; returns both its ends."""
+    """Turn signals into bytes in a pipe; returns both ends of it."""
     ends = os.pipe()
     for end in ends:
         os.set_blocking(end, False)
     signal.set_wakeup_fd(ends[1], warn_on_full_buffer=False)
-    for ignored in (signal.SIGINT, signal.SIGTTOU):  # The latter stops who writes to a terminal in the background.
+    for ignored in (signal.SIGINT, signal.SIGTTOU):  # SIGTTOU stops background writes to a terminal.
         signal.signal(ignored, signal.SIG_IGN)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
-        # Shells start what runs in the background with SIGQUIT ignored; nohup ignores SIGHUP, and that one is meant.
+        # Shells ignore SIGQUIT for background processes, which is overridden; nohup's ignored SIGHUP is respected.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     return ends
@@ -326,17 +326,17 @@ def _catch_signals() -> tuple[int, int]:
 def _close_all_but(*needed: int) -> None:
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in (0, 1, 2, *needed):
-            with contextlib.suppress(OSError):  # The one that lists them is closed already.
+            with contextlib.suppress(OSError):  # The descriptor that listed the directory is closed already.
                 os.close(int(name))
 
 
 def _open_process(pid: int) -> int | None:
-    """Return a pidfd of this process's parent; None if there are no pidfds, or it is not the parent any more."""
+    """Return a pidfd of this process's parent; None without pidfds, or if `pid` is no longer the parent."""
     try:
         handle = os.pidfd_open(pid)
     except OSError:
         return None
-    if os.getppid() != pid:  # It may be another by now that goes by this id.
+    if os.getppid() != pid:  # The id may have been reused by another process.
         os.close(handle)
         return None
     return handle
@@ -346,7 +346,7 @@ def _children() -> list[int]:
     own = os.getpid()
     try:
         return [int(pid) for pid in Path(f"/proc/self/task/{own}/children").read_text().split()]
-    except FileNotFoundError:  # The kernel was built without it.
+    except FileNotFoundError:  # The kernel was built without this file.
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         return [pid for pid in pids if _parent_of(pid) == own]
 
@@ -362,11 +362,11 @@ def _end_as(status: int) -> NoReturn:
     """End as another process did, by the same signal or with the same exit status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        _prctl(_PR_SET_DUMPABLE, 0)  # The worker's core is of use, this one's is not.
+        _prctl(_PR_SET_DUMPABLE, 0)  # The worker's core dump is useful, the guardian's is not.
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-        os._exit(128 + number)  # The first process of a container cannot be killed from within: as a shell says it.
+        os._exit(128 + number)  # As a shell does: the first process of a container cannot be killed from within.
     os._exit(os.waitstatus_to_exitcode(status))
 
 

@@ -1,4 +1,4 @@
-"""Handler: from a request to what the shard does, and back to a reply."""
+"""Handler: turns each request into calls on the shard, and the results into a reply."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ ShardRequest: TypeAlias = (
 Answer: TypeAlias = tuple[Reply, Iterable[NDArray[Any]]]
 Send: TypeAlias = Callable[[Reply, Iterable[NDArray[Any]]], None]
 
-_MAX_BLOCKS = 8  # Streams take turns with several.
-_PART_SHARE = 4  # A part is this fraction of what is left: few messages, and little to carry when the last is made.
-_PART_BYTES = 1 << 14  # Smaller parts are not worth their message.
+_MAX_BLOCKS = 8  # Streams alternate between several.
+_PART_SHARE = 4  # A part is 1/4 of what is left: few messages, and little to send once the last step is made.
+_PART_BYTES = 1 << 14  # Smaller parts are not worth a message.
 
 
 class Handler:
-    """Does what the head asks of a shard."""
+    """Handles the head's requests to a shard."""
 
     def __init__(
         self,
@@ -69,15 +69,15 @@ class Handler:
         *,
         names: memoryview | None,
     ) -> None:
-        """Answer for a shard.
+        """Handle requests to a shard.
 
         Args:
             assignment: What the shard hosts.
-            shard: Does the work; it serves already.
-            send: Sends parts of an answer, ahead of it.
-            tick: Told of each step of a rollout.
-            new_packages: Returns the versions of what was imported since it was asked last.
-            names: Where to write what infos are called; None if the step buffers are not the head's, too.
+            shard: Does the work; `serve` was called already.
+            send: Sends parts of an answer ahead of the answer.
+            tick: Called after each step of a rollout.
+            new_packages: Returns the versions of packages imported since its last call.
+            names: Where to write the names of infos; None if the step buffers are not shared with the head.
         """
         self._assignment = assignment
         self._shard = shard
@@ -90,7 +90,7 @@ class Handler:
         self._weights_memory: memoryview | None = None
         self._load_error: Exception | None = None
         self._blocks: dict[tuple[Offer | None, int], RolloutBuffers] = {}
-        self._kept: RolloutBuffers | None = None  # For rollouts that are recorded here.
+        self._kept: RolloutBuffers | None = None  # For rollouts that are recorded on this machine.
         self._recorder = ShardRecorder(assignment.start)
 
     @property
@@ -99,14 +99,14 @@ class Handler:
         return self._shard.policy_version if self._shard.rollout_layout is not None else 0
 
     def answer(self, request: ShardRequest, weights: memoryview | None) -> Answer:
-        """Do what is asked.
+        """Handle a request.
 
         Args:
-            request: From the head.
+            request: The head's request.
             weights: The new weights for it, unless they are in shared memory.
 
         Returns:
-            The reply, and the arrays that go with it where they are not shared.
+            The reply, and the arrays to send along with it unless they are shared.
         """
         shard, call = self._shard, request.call
         match request:
@@ -148,7 +148,7 @@ class Handler:
                 assert_never(request)
 
     def close(self) -> None:
-        """End what is being recorded. The shard is closed by whoever made it."""
+        """End the recording. The shard is closed by its owner."""
         self._recorder.close()
 
     def _stepped(self, call: int, infos: dict[str, Any], probes: Probes | None = None) -> Answer:
@@ -168,7 +168,7 @@ class Handler:
         code, self._weights_spec = unpickle(request.code)
         self._weights_memory = None
         if request.weights is not None:
-            # A worker that is elsewhere, or takes over, is sent them as well.
+            # A worker on another machine, or a replacement, is sent the weights as well.
             must_open = self._shares_memory and weights is None
             self._weights_memory = (open_memory if must_open else open_offer)(request.weights)
         self._blocks.clear()
@@ -180,14 +180,14 @@ class Handler:
         return Adopted(request.call, list(spec.extras), list(spec.states), self._new_packages())
 
     def load_for_next(self, version: int, weights: memoryview | None) -> None:
-        """Load weights that came on their own; if that raises, the next rollout says so."""
+        """Load weights that came in a message of their own; if that raises, the next rollout reports it."""
         try:
             self.load(version, weights)
         except Exception as error:  # noqa: BLE001 - a user's policy may raise anything; it is reported
             self._load_error = error
 
     def load(self, version: int | None, weights: memoryview | None) -> None:
-        """Give the policy new weights, if there are any: those that came, or those in shared memory."""
+        """Load new weights, if there are any: those that came with the request, or those in shared memory."""
         if version is not None:
             self._shard.load(version, self._weights_spec.decode(self._newest(weights)))
 
@@ -209,7 +209,7 @@ class Handler:
         first = 0
 
         def on_step(done: int) -> None:
-            """Send what is made already, so that the network works while the environments do."""
+            """Send the steps made so far, so that they travel while the environments continue."""
             nonlocal first
             self._tick()
             if self._shares_memory or request.record is not None:
@@ -231,14 +231,14 @@ class Handler:
         if request.record is not None:
             assert self._shard.rollout_layout is not None, "there is a block"
             said = self._recorder.record(request.record, self._shard.rollout_layout, block, summary, version)
-            # Frames stay here. The last step is a copy: it may still be on its way when the next rollout begins.
+            # The frames stay here. The last step is copied, as it may still be in transit when the next rollout begins.
             summary = {**summary, "finals": None, "recorded": said}
             sent = block.steps(request.num_steps - 1, request.num_steps).copy()
         busy_s = time.perf_counter() - started
         return Collected(request.call, values.dumps(summary), busy_s, first, version, packed), sent.arrays()
 
     def _block_for(self, request: Collect) -> RolloutBuffers:
-        """Return this shard's columns of the block; shared memory is laid out once for rollouts of one length."""
+        """Return this shard's columns of the block; shared memory is laid out once per memory and rollout length."""
         spec, num_steps, num_rows = self._shard.rollout_layout, request.num_steps, self._assignment.num_rows
         if spec is None:
             raise PolicyError("No policy was sent to this worker.")
@@ -247,7 +247,7 @@ class Handler:
                 self._kept = spec.make(num_steps, num_rows, allocate)
             return self._kept
         if not self._shares_memory:
-            return spec.make(num_steps, num_rows, allocate)  # A new one: the last may still be on its way to the head.
+            return spec.make(num_steps, num_rows, allocate)  # A new one: the last may still be in transit to the head.
         key = request.memory, num_steps
         if key not in self._blocks:
             while len(self._blocks) >= _MAX_BLOCKS:

@@ -1,4 +1,4 @@
-"""HeadWatch: ends a worker whose head is gone, even while an environment holds the worker's own thread."""
+"""HeadWatch: ends a worker whose head is gone, even while an environment blocks the worker's main thread."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from clusterenv.worker.progress import LoopProgress, StackDumper
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-_LOOKS_PER_HANG = 20  # With a short `hang_s`, look more often: the stacks are due before it is over.
+_LOOKS_PER_HANG = 20  # Look more often if `hang_s` is short: the stacks must be written before it is over.
 _GRACE_S = 1.5
 _BETWEEN_TRIES_S = 0.5
 
 
 class HeadWatch:
-    """A thread that watches the connection to the head, and, through the guardian or on its own, the head's process.
+    """A thread that watches the connection to the head and, through the guardian or by itself, the head's process.
 
     Attributes:
-        head_is_gone: The loop should end in order, and has a moment for it.
+        head_is_gone: Whether the loop should end in an orderly way, for which it has a moment.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class HeadWatch:
         """Begin to watch.
 
         Args:
-            link: The connection; from now on this thread's.
-            ticket: Says how long to wait, and whose child this is.
-            guardian: The process that guards this one, where there is one.
-            progress: Of the worker's loop; while it makes none, its stacks are written to the log.
-            wake: Makes something happen to the link.
+            link: The connection; from now on used by this thread only.
+            ticket: Says how long to wait, and which process is the parent.
+            guardian: The process that guards this one, if there is one.
+            progress: The progress of the worker's loop; if it stalls, the stacks are written to the log.
+            wake: Makes the link report an event, which wakes this thread.
         """
         self.head_is_gone = False
         self._link = link
@@ -58,7 +58,7 @@ class HeadWatch:
 
     @property
     def connection_was_lost(self) -> bool:
-        """Whether the head no longer knows this worker, though it may still live."""
+        """Whether the connection was lost, so that the head, if it still lives, no longer knows this worker."""
         return self._link.was_lost
 
     def stop(self) -> None:
@@ -94,12 +94,12 @@ class HeadWatch:
 class Link:
     """The state of a worker's connection, from ZeroMQ's events and test connections.
 
-    All methods are for one thread, which need not be the socket's own; attributes for all.
+    Only one thread may call the methods, not necessarily the socket's; any thread may read the attributes.
 
     Attributes:
-        was_lost: Whether the connection was made, and has ended since.
-        verdict: Why there is no hope of a connection any more; empty while there is.
-        endpoint: Where the head is.
+        was_lost: Whether the connection was established and has ended since.
+        verdict: Why there is no longer any hope of a connection; empty while there is.
+        endpoint: The head's address.
     """
 
     def __init__(self, events: zmq.Socket[Any], ticket: Ticket) -> None:
@@ -113,7 +113,7 @@ class Link:
         self._tried_at = time.monotonic()
 
     def watch(self, timeout_s: float) -> None:
-        """Listen to events for this long; while there is no connection, try one now and then."""
+        """Wait for events for this long; while there is no connection, probe the head every so often."""
         if self._events.poll(int(timeout_s * 1000)):
             self._note(receive_event(self._events)[0])
         now = time.monotonic()
@@ -132,10 +132,10 @@ class Link:
             self.was_lost = self.was_lost or self._is_up
             self._is_up = False
         elif event in (zmq.EVENT_CONNECTED, zmq.EVENT_CONNECT_RETRIED):
-            # It connects once more, with a key of its own; ZeroMQ does not tell that the first connection has ended.
+            # The worker reconnects with its own key; ZeroMQ does not report that the first connection has ended.
             self._is_up = False
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            if self._was_up:  # By then this worker was given up, and its key is not valid any more.
+            if self._was_up:  # This worker was given up, and its key is no longer valid.
                 self.was_lost = True
             else:
                 self.verdict = f"the head at {self.endpoint} does not know this ticket: it is another run's"

@@ -1,4 +1,4 @@
-"""Host: what hosting a shard's environments means, whichever kind they are."""
+"""Host: the interface for hosting a shard's environments, plain or native vector ones."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Pair = tuple[StepBuffers, StepBuffers]
 
 
 class Host(abc.ABC):
-    """What a worker's handler, or a head without workers, needs of the environments it runs.
+    """Runs the environments of a worker, or of a head without workers.
 
     Attributes:
-        failed_row: The row of the environment that raised last, if that is known.
-        takes_batches: Whether `step` takes actions as the batched space has them, rather than one per environment.
+        failed_row: The row of the environment that raised last, if known.
+        takes_batches: Whether `step` takes actions nested like the batched space, rather than one per environment.
         buffers: The one of the two step buffers that was filled last.
-        errors: The exceptions of environments that were forgiven since `step` or `reset` was called: rows and texts.
-        keeps_infos: Whether a rollout's steps return all infos: they hold action masks.
-        reset_infos: Of the last reset.
+        errors: Rows and texts of exceptions forgiven in the last `step` or `reset`.
+        keeps_infos: Whether a rollout's steps return all infos, because these hold action masks.
+        reset_infos: The infos of the last reset.
     """
 
     takes_batches: bool
@@ -37,11 +37,11 @@ class Host(abc.ABC):
         """Host environments.
 
         Args:
-            assignment: What they were made from.
-            spaces: Of the run.
+            assignment: What the environments were made from.
+            spaces: The spaces of the run.
             pair: The shard's rows of the two step buffers.
-            tick: Told of each environment that was reset.
-            num_budgets: How many of them can be told apart when one raises.
+            tick: Called after each environment is reset.
+            num_budgets: How many environments can be told apart when one raises.
         """
         self.failed_row: int | None = None
         self.buffers = pair[0]
@@ -62,53 +62,53 @@ class Host(abc.ABC):
     def reset(
         self, buffer: int, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None
     ) -> Infos:
-        """Reset all environments, or those in the mask, filling this one of the two buffers."""
+        """Reset all environments, or those in the mask, filling this one of the two step buffers."""
 
     @abc.abstractmethod
     def step(self, buffer: int | None, actions: Iterable[Any] | None, *, for_rollout: bool = False) -> Infos:
-        """Step every environment once. If one raises, its row and those after it keep the observation they had.
+        """Step every environment once. If one raises, its row and later ones keep their observations.
 
         Args:
-            buffer: Which of the two step buffers to fill; None goes on with the one that was filled last.
+            buffer: Which of the two step buffers to fill; None for the one that was filled last.
             actions: One per environment; None takes those in the buffers.
-            for_rollout: Of the infos keep only those of episodes that end, and, without autoreset, leave finished
+            for_rollout: Whether to keep only the infos of episodes that end and, without autoreset, to leave finished
                 environments alone instead of raising.
         """
 
     @abc.abstractmethod
     def pending_rows(self) -> list[bool] | None:
-        """Return whose episode is over and was not begun anew; None if a step that fails leaves that as it was."""
+        """Return which environments have finished and not been reset; None if a failed step does not change that."""
 
     def show_again(self, buffer: int) -> None:
-        """Show in this step buffer what was shown last, if it was not filled since: a step has failed."""
+        """After a failed step, show the last observations in this step buffer, unless it was filled since."""
         if buffer != self._buffer:
             self._turn_to(buffer)
             self._show_last()
 
     @abc.abstractmethod
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
-        """Begin new episodes in the place of those that were lost with another worker.
+        """Begin new episodes to replace those that were lost with another worker.
 
-        The next step answers as if it had truncated the lost ones.
+        The next step reports the lost episodes as truncated.
 
         Args:
             buffer: Which of the two step buffers the learner saw last.
             seeds: What to reset the environments with.
-            seen: What it saw, one array or list per leaf.
-            ended: Whose episode had ended before.
+            seen: The observations the learner saw, one array or list per leaf.
+            ended: Which episodes had ended before the loss.
         """
 
     @abc.abstractmethod
     def start_over(self) -> bool:
-        """Show the new episodes' first observations now, if the next step was to tell of lost ones; returns whether."""
+        """Show new episodes now, if the next step would report lost ones instead; returns whether that was so."""
 
     @abc.abstractmethod
     def observe_into(self, arrays: Sequence[NDArray[Any] | None] | None) -> None:
-        """From now on write observations into these arrays, one per leaf; None: into the step buffers again."""
+        """From now on write observations into these arrays, one per leaf; None for the step buffers again."""
 
     @abc.abstractmethod
     def objects(self) -> list[list[Any]]:
-        """Return the newest observations' leaves that have no fixed size, one list per leaf."""
+        """Return the newest observations' leaves without a fixed size, one list per leaf."""
 
     @abc.abstractmethod
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -132,18 +132,18 @@ class Host(abc.ABC):
 
     @abc.abstractmethod
     def _show_last(self) -> None:
-        """Show once more what was shown last: a step has failed, or is not to be made."""
+        """Show the last observations again, after a step that failed or was not made."""
 
 
 class Aside:
-    """Where a rollout's steps put rewards and flags: the step buffers keep what the learner saw until it is over."""
+    """Where a rollout's steps put rewards and flags; until it is over, the step buffers keep what the learner saw."""
 
     def __init__(self, buffers: StepBuffers) -> None:
         self._own = buffers.beside()
         self._is_used = False
 
     def use(self, is_rollout: bool, buffers: StepBuffers) -> StepBuffers:
-        """Return what the next step fills; after a rollout the step buffers, with what its last step has left."""
+        """Return the buffers the next step fills; after a rollout, these are the step buffers with its last step."""
         if is_rollout:
             self._is_used = True
             return self._own

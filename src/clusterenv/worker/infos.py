@@ -1,4 +1,4 @@
-"""Infos of single environments, gathered in Gymnasium's vector layout."""
+"""Infos: gathers the infos of single environments in Gymnasium's vector layout."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from clusterenv.wire.info_planes import FullInfos, fits
 
 Infos = dict[str, Any]
 
-# Where a value has exactly its array's type there is nothing to decide.
+# A value of exactly its array's type can be stored without further checks.
 _DTYPES: dict[type, np.dtype[Any]] = {
     cls: np.dtype(cls) for cls in (float, bool, int, np.float64, np.float32, np.int64, np.int32, np.uint8)
 }
-_IMMUTABLE = frozenset((*_DTYPES, np.bool_, str, type(None)))  # Values that nobody can change afterwards.
+_IMMUTABLE = frozenset((*_DTYPES, np.bool_, str, type(None)))  # Values that cannot be changed afterwards.
 _INT_LIMIT = 2**63
 
 
 class Gathering:
-    """Gathers the infos of a step, row by row, and lays them out at the end exactly as `VectorEnv._add_info` does.
+    """Gathers the infos of a step, row by row, and finally lays them out exactly as `VectorEnv._add_info` does.
 
-    Infos of nothing but numbers, the same ones in every environment, become columns in one go: MuJoCo's environments,
-    for one, have four or more in every step.
+    If all infos are numbers under the same keys in every environment, they become columns in one go: MuJoCo's
+    environments, for example, have four or more in every step.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -33,13 +33,13 @@ class Gathering:
         self._kept: list[tuple[int, Infos]] = []
 
     def begin(self) -> Callable[[int, Infos], None]:
-        """Begin a step; returns what adds an environment's info, in the order in which Gymnasium would."""
+        """Begin a step; returns the function that adds an environment's info, to be called in Gymnasium's order."""
         self._infos = {}
         self._kept.clear()
         return self._add
 
     def end(self) -> Infos:
-        """Return the infos of all rows; as `FullInfos` if they are the same numbers in every row."""
+        """Return the infos of all rows; as `FullInfos` if every row has numbers under the same keys."""
         if self._kept:
             if (
                 len(self._kept) == self._num_rows
@@ -53,7 +53,7 @@ class Gathering:
     def _add(self, row: int, info: Infos) -> None:
         if _IMMUTABLE.issuperset(map(type, info.values())):
             self._kept.append((row, info.copy()))
-        else:  # At once: another environment may write to the same thing.
+        else:  # Right away, because another environment may write to the same object.
             self._add_kept()
             add_info(self._infos, info, row, self._num_rows)
 
@@ -83,7 +83,7 @@ class Gathering:
 
 
 def complete(infos: Infos, num_rows: int) -> Infos:
-    """Return infos with their masks, which `FullInfos` go without."""
+    """Return infos with their masks, which `FullInfos` do not have."""
     if type(infos) is not FullInfos:
         return infos
     whole: Infos = {}
@@ -95,9 +95,8 @@ def complete(infos: Infos, num_rows: int) -> Infos:
 def add_info(infos: Infos, info: Infos, row: int, num_rows: int) -> None:
     """Add one environment's info, exactly as `VectorEnv._add_info` lays it out.
 
-    Where Gymnasium would lose something it is kept: a float after an int promotes the array instead of being
-    truncated, and a value that does not fit the array (another shape, a string after a number) turns it into an
-    array of objects.
+    Unlike in Gymnasium, nothing is lost: a float after an int promotes the array instead of being truncated, and a
+    value that does not fit the array (another shape, a string after a number) turns it into an array of objects.
     """
     for key, value in info.items():
         known = infos.get(key)
@@ -168,7 +167,7 @@ def _put(array: NDArray[Any], value: Any, row: int) -> NDArray[Any]:
 
 
 def _wider(dtype: np.dtype[Any], value: object, item_dtype: np.dtype[Any]) -> np.dtype[Any]:
-    # A Python number is not a 64-bit number: it takes the width of the array, as numpy's own rules have it.
+    # A Python number adopts the width of the array, as in numpy's own promotion rules.
     return np.result_type(dtype, type(value)) if type(value) in (int, float) else np.result_type(dtype, item_dtype)
 
 

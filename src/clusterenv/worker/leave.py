@@ -1,4 +1,4 @@
-"""Leave: how a worker is asked to go: SIGTERM, as schedulers send it before a time limit or a preemption."""
+"""Leave: how a worker is asked to leave: by SIGTERM, which schedulers send before a time limit or a preemption."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import time
 
 log = logging.getLogger(__name__)
 
-# A scheduler signals all processes of a job, and the guardian passes on what it gets: that is one request, not two.
+# A scheduler signals all processes of a job, and the guardian forwards its signal: that is one request, not two.
 _SAME_REQUEST_S = 1.0
 
 
 class Left(SystemExit):
-    """This worker was asked twice to go. Unlike a SystemExit that an environment raises, it ends the worker."""
+    """Raised when this worker is asked twice to leave. Unlike an environment's SystemExit, it ends the worker."""
 
 
 class Leave:
-    """Whether this worker was asked to go. The first signal lets it finish what it is at; the second does not.
+    """Whether this worker was asked to leave. The first signal lets it finish its current call; the second does not.
 
     Attributes:
-        status: What to exit with.
+        status: The exit status.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class Leave:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether to go as soon as nothing is owed to the head."""
+        """Whether to leave as soon as no answer is owed to the head."""
         return self.status != 0
 
     def on_signal(self, signum: int, frame: object) -> None:
-        """Take a signal."""
+        """Handle a signal."""
         now = time.monotonic()
         if not self.is_wanted:
             self.status, self._asked_at = 128 + signum, now

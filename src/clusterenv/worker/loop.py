@@ -1,4 +1,4 @@
-"""The worker's loop: receive a request, let the shard do it, send the reply."""
+"""The worker's loop: receives a request, lets the shard handle it, and sends the reply."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from clusterenv.worker.wanted import Wanted
 log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 1.0  # How often an idle worker checks that its head still lives.
-_LOOK_AGAIN_S = 0.002  # How often a worker looks for weights that another one on this machine is about to have.
+_LOOK_AGAIN_S = 0.002  # How often a worker looks for weights that another one on this machine is receiving.
 
 ActingRequest: TypeAlias = messages.Adopt | messages.Collect | messages.Decide
 
@@ -46,12 +46,12 @@ ActingRequest: TypeAlias = messages.Adopt | messages.Collect | messages.Decide
 def run_worker(ticket: Ticket, worker_index: int, leave: Leave, guardian: Guardian | None) -> None:
     """Join the head and serve it until it says stop or is gone, or this worker is asked to leave.
 
-    The head knows a worker by its connection. If that is lost while the head lives on, the worker's environments are
-    lost to the head too: the worker throws them away and joins again, as if new, but with the same key.
+    The head knows a worker by its connection. If the connection is lost while the head lives on, so are the worker's
+    environments: the worker discards them and joins again, as if new, but with the same key.
     """
     keys = Keys.make()
     while _serve_once(ticket, keys, worker_index, leave, guardian):
-        log.warning("the connection to the head was lost: worker %d joins again, as a new one", worker_index)
+        log.warning("the connection to the head was lost: worker %d joins again, as a new worker", worker_index)
 
 
 def _serve_once(ticket: Ticket, keys: Keys, worker_index: int, leave: Leave, guardian: Guardian | None) -> bool:
@@ -80,7 +80,7 @@ def _serve_once(ticket: Ticket, keys: Keys, worker_index: int, leave: Leave, gua
 
 
 def _make_board() -> Board | None:
-    """Make this worker's board; None where there is none: it then gets its weights by the network, as ever."""
+    """Make this worker's board; None if that is impossible, so that it gets its weights over the network only."""
     try:
         return Board()
     except OSError:
@@ -102,7 +102,7 @@ class _Worker:
         self.was_cut_off = False
         self._board = board
         self._wanted = wanted
-        self._held: ActingRequest | None = None  # It waits for its weights.
+        self._held: ActingRequest | None = None  # A request that waits for its weights.
         self._on_registered = on_registered
         self._leave = leave
         self._head_watch = head_watch
@@ -112,7 +112,7 @@ class _Worker:
         self._shard: Shard | None = None
         self._handler: Handler | None = None
         self._worker_index = worker_index
-        self._told_modules = set(sys.modules)  # Those whose versions the head has been told, or need not know.
+        self._told_modules = set(sys.modules)  # Modules whose versions the head knows, or need not know.
 
     def _join(self) -> None:
         self._on_registered()
@@ -163,7 +163,7 @@ class _Worker:
             try:
                 self._shard.close()
             except Exception as error:  # noqa: BLE001 - whatever an environment raises, the worker ends in order
-                # To where environments write, and not to the library's own log: it is the user's to mend.
+                # To standard error, like the environments' own output, because it is for the user to fix.
                 sys.stderr.write(f"An environment's close() raised {type(error).__name__}: {error}\n")
 
     def _make(self, request: messages.Assign) -> None:
@@ -182,7 +182,7 @@ class _Worker:
             self._progress.is_busy = False
 
     def _begin_service(self, request: messages.Serve) -> None:
-        """Lay out the buffers, and only then switch to shared memory: errors come over the socket."""
+        """Lay out the buffers, and only then switch to shared memory: until then, errors go over the socket."""
         assignment, shard, channel = self._assignment, self._shard, self._channel
         assert assignment is not None, "the head assigns before it asks"
         assert shard is not None, "as above"
@@ -204,7 +204,7 @@ class _Worker:
         except Exception as error:  # noqa: BLE001 - a user's space may raise anything; it is reported
             self._send_failure(request.call, error, "factory")
             return
-        # What lives now lives as long as the worker: the collector need not walk it at every generation.
+        # Objects that exist now live as long as the worker, so the garbage collector can ignore them.
         gc.collect()
         gc.freeze()
         name_process("ce-worker")
@@ -212,7 +212,7 @@ class _Worker:
         channel.use(pair[0].actions, mailbox)
 
     def _load(self, request: messages.Load) -> None:
-        """Take weights for the next rollout, or for the call that waits for them; or look where they are kept."""
+        """Load weights for the next rollout, or for the held request; or look for them on another worker's board."""
         assert self._handler is not None, "the head assigns before it asks"
         weights, held = self._channel.weights, self._held
         if weights is None and request.copy is not None:
@@ -221,7 +221,7 @@ class _Worker:
             return
         self._wanted.clear()
         if weights is None:
-            return  # The head does not have them any more: what waits goes on with those that are here.
+            return  # The head no longer has them: a held request continues with the current weights.
         if held is not None and held.version == request.version:
             self._held = None
             self._channel.go_on_with(held.call)
@@ -230,7 +230,7 @@ class _Worker:
             self._handler.load_for_next(request.version, weights)
 
     def _act(self, request: ActingRequest, weights: memoryview | None) -> None:
-        """Do what is asked as soon as the weights for it are here; a rollout of a stream does not wait for them."""
+        """Handle a request once its weights are here; a rollout of a stream does not wait for them."""
         self._held = None
         if request.version is not None:
             if request.copy is not None and weights is None:
@@ -247,10 +247,10 @@ class _Worker:
         self._answer(request, weights)
 
     def _find_wanted(self, request: ActingRequest | None = None) -> memoryview | None:
-        """Look for the weights that are wanted; load them, unless they are for a request that says so itself.
+        """Look for wanted weights, and load them unless they belong to this request, which loads them itself.
 
-        If they are not to be had here the head is told, and sends them. A call waits for that; a rollout of a stream
-        goes on with those that there are.
+        If the weights cannot be found on this machine, the head is told and sends them. A call waits for them; a
+        rollout of a stream continues with the current weights.
         """
         wanted, handler = self._wanted, self._handler
         assert handler is not None, "the head assigns before it asks"
@@ -291,10 +291,10 @@ class _Worker:
         return packages
 
     def _report(self, request: ShardRequest, error: BaseException) -> None:
-        """Tell the head of an exception; after a step, with what every environment shows now."""
+        """Report an exception to the head; after a step, along with every environment's current results."""
         assert self._shard is not None, "the head assigns before it asks"
         if isinstance(request, messages.Evaluate):
-            # Its environments are none of the run's: they have no index.
+            # An evaluation's environments are not the run's, so they have no index.
             where = culprit_of(request, is_stepping=self._shard.is_playing)
             self._channel.send(describe_failure(error, request.call, env_index=None, where=where))
             return
@@ -319,7 +319,7 @@ class _Worker:
 
 
 def _goes_on(request: ActingRequest) -> bool:
-    """Whether a request does not wait for weights that are on their way: a rollout of a stream."""
+    """Whether a request does not wait for weights that are still to come: it is a rollout of a stream."""
     return isinstance(request, messages.Collect) and request.is_own
 
 

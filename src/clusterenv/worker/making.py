@@ -1,4 +1,4 @@
-"""Making: environments from their factories, and whether they are what the run expects."""
+"""Making: makes environments from their factories, and checks that they are what the run expects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_env(factory: EnvFactory) -> Env[Any, Any]:
     """Make an environment.
 
     Raises:
-        ConfigError: The factory returned something else.
+        ConfigError: The factory did not return an environment.
     """
     env = factory()
     if isinstance(env, VectorEnv):
@@ -44,7 +44,7 @@ def make_vector_env(assignment: Assignment) -> VectorEnv[Any, Any, Any]:
     """Make the native vector environment that is the shard.
 
     Raises:
-        ConfigError: It is not one, or not of the shard's size, or resets in another mode.
+        ConfigError: The result is not a vector environment, has another size, or resets in another mode.
     """
     assert not isinstance(assignment.factories, list)
     env = assignment.factories(assignment.num_rows)
@@ -64,7 +64,7 @@ def make_vector_env(assignment: Assignment) -> VectorEnv[Any, Any, Any]:
 
 
 def describe_envs(made: Envs) -> dict[str, Any]:
-    """Say what environments are like: their observation spaces (one if all are equal), action space and attributes."""
+    """Describe environments: their observation spaces (one if all are equal), action space and attributes."""
     if isinstance(made, VectorEnv):
         first: Any = made
         observation_spaces, action_space = [made.single_observation_space], made.single_action_space
@@ -76,7 +76,7 @@ def describe_envs(made: Envs) -> dict[str, Any]:
     return {
         "observation_spaces": observation_spaces,
         "action_space": action_space,
-        # The mode is the run's; a native vector environment's own was compared with it.
+        # The run sets the mode; a native vector environment's own mode was checked against it.
         "metadata": {key: value for key, value in first.metadata.items() if key != "autoreset_mode"},
         "render_mode": first.render_mode,
     }
@@ -86,7 +86,7 @@ def check_spaces(observation_space: Space[Any], action_space: Space[Any], wanted
     """Check that an environment has the spaces of the run.
 
     Raises:
-        RuntimeError: It has not; worded as Gymnasium words it.
+        RuntimeError: It does not; worded as in Gymnasium.
     """
     single = wanted.observation_space
     if wanted.must_equal and observation_space != single:
@@ -110,7 +110,7 @@ def check_spaces(observation_space: Space[Any], action_space: Space[Any], wanted
 
 
 def make_all(factories: list[EnvFactory], note_row: Callable[[int], None]) -> list[Env[Any, Any]]:
-    """Make a shard's environments in the order of their index; if one fails, those before it are closed."""
+    """Make a shard's environments in index order; if one fails, those before it are closed."""
     envs: list[Env[Any, Any]] = []
     try:
         for row, factory in enumerate(factories):
@@ -124,7 +124,7 @@ def make_all(factories: list[EnvFactory], note_row: Callable[[int], None]) -> li
 
 
 def for_travel(description: dict[str, Any]) -> dict[str, Any]:
-    """Put None in the place of spaces that are not Gymnasium's own, and so cannot travel."""
+    """Replace spaces that are not Gymnasium's own, and so cannot be sent, by None."""
     return {
         **description,
         "observation_spaces": [_travelling(space) for space in description["observation_spaces"]],

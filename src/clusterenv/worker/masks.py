@@ -1,4 +1,4 @@
-"""Masks: which actions environments allow, as they say in `info["action_mask"]`."""
+"""Masks: which actions environments allow, as given in `info["action_mask"]`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NAME = "action_mask"
 
 
 class ActionMasks:
-    """The masks for the next actions, one row per environment; what says nothing allows everything.
+    """The masks for the next actions, one row per environment; without a mask, all actions are allowed.
 
     Attributes:
-        current: `[n, ...]`; None if no environment gave a mask when all were reset.
+        current: Shape `[n, ...]`; None if no environment gave a mask when all were reset.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -38,7 +38,7 @@ class ActionMasks:
     def _note(self, infos: Infos, rows: NDArray[np.bool_] | None) -> None:
         if self.current is None:
             return
-        masks = self.current.copy()  # A rollout or a policy may still hold the one before.
+        masks = self.current.copy()  # A rollout or a policy may still hold the previous one.
         masks[... if rows is None else rows] = 1
         found, given = infos.get(NAME), infos.get(f"_{NAME}")
         if isinstance(found, np.ndarray) and found.shape == masks.shape and isinstance(given, np.ndarray):

@@ -1,4 +1,4 @@
-"""ObservationWriter: where a host writes the observations of its environments, one row each."""
+"""ObservationWriter: writes the observations of a host's environments, one row each."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class ArrayColumn:
         self.retarget(array)
 
     def retarget(self, array: NDArray[Any]) -> None:
-        """Write into another array of the same form from now on."""
+        """From now on write into another array of the same shape and dtype."""
         self._array = array
         self._joined: NDArray[Any] | None = None
 
     def put_all(self, values: Sequence[Any]) -> bool:
-        """Write every row at once; False if that is not possible, and `put` must find out which row is to blame."""
+        """Write all rows at once; returns False if one does not fit, which `put` must find."""
         try:
             if not self._array.size or not self._shape:
                 array = np.asarray(values)
@@ -46,7 +46,7 @@ class ArrayColumn:
         return True
 
     def _join_rows(self) -> NDArray[Any]:
-        """Join all rows along their first axis: one call of numpy then fills them, and checks dtype and inner shape."""
+        """Join all rows along their first axis, so that one numpy call fills them and checks dtype and inner shape."""
         if self._joined is None:
             self._joined = self._array.view()
             self._joined.shape = (-1, *self._shape[1:])  # Unlike reshape, this never makes a copy.
@@ -56,7 +56,7 @@ class ArrayColumn:
         """Write one row.
 
         Raises:
-            SpaceMismatch: The value does not have the shape, or a dtype, that the space allows.
+            SpaceMismatch: The value's shape or dtype does not fit the space.
         """
         array = value if type(value) is np.ndarray else self._as_array(value)
         if array.shape != self._shape or array.dtype not in self._known_dtypes:
@@ -102,11 +102,11 @@ class ObservationWriter:
 
     Attributes:
         put: Writes one environment's observation into its row; raises `SpaceMismatch` if it does not fit the space.
-        flat: All rows as one line of memory, if an observation is a vector: `flat[slices[row]] = observation` is the
-            fastest way to write one, and refuses another dtype or length. None if there is no such way.
+        flat: All rows as one flat buffer, if observations are vectors: `flat[slices[row]] = observation` is the fastest
+            way to write one, and raises for another dtype or length. None if that is not possible.
         slices: Where each row lies in `flat`.
-        waits: Whether observations are best kept until all are there, for `put_all`. Large ones are written at once,
-            while they are in the cache.
+        waits: Whether observations are best collected for one `put_all`. Large ones are written one by one, while they
+            are in the cache.
     """
 
     flat: memoryview | None
@@ -124,11 +124,11 @@ class ObservationWriter:
         self.slices = [slice(row * size, (row + 1) * size) for row in range(num_rows)]
         self.waits = not self._has_vectors and sum(leaf.row_bytes for leaf in layout.leaves) <= _SMALL_BYTES
         self._flatten(arrays)
-        # The common case, one array, without a detour.
+        # In the common case of a single array, skip `_put_parts`.
         self.put: Callable[[int, Any], None] = self._columns[0].put if layout.is_single else self._put_parts
 
     def put_all(self, observations: Sequence[Any]) -> bool:
-        """Write every environment's observation; False if one does not fit, and `put` must find out which."""
+        """Write every environment's observation; returns False if one does not fit, which `put` must find."""
         if self._layout.is_single:
             return self._columns[0].put_all(observations)
         try:
@@ -149,7 +149,7 @@ class ObservationWriter:
             column.put(row, part)
 
     def retarget(self, arrays: Sequence[NDArray[Any] | None]) -> None:
-        """Write into other arrays of the same form from now on."""
+        """From now on write into other arrays of the same shapes and dtypes."""
         self._arrays = arrays
         for column, array in zip(self._columns, arrays, strict=True):
             if isinstance(column, ArrayColumn):
@@ -158,7 +158,7 @@ class ObservationWriter:
         self._flatten(arrays)
 
     def shown(self) -> tuple[Sequence[NDArray[Any] | None], list[list[Any]]]:
-        """Return where observations are written: one array per leaf, None for a leaf of objects; and those leaves."""
+        """Return the arrays observations are written to, None for each leaf of objects, and the lists of objects."""
         return self._arrays, self._items
 
     def by_leaf(self, arrays: Sequence[NDArray[Any] | None], objects: list[list[Any]]) -> list[Any]:
@@ -172,13 +172,13 @@ class ObservationWriter:
             own[:] = values
 
     def keep(self, first: int, arrays: Sequence[NDArray[Any] | None], objects: list[list[Any]]) -> None:
-        """Take over the rows from `first` on from where they were written before."""
+        """Copy the rows from `first` on from earlier arrays and objects."""
         before = self.by_leaf(arrays, objects)
         for own, values in zip(self.by_leaf(self._arrays, self._items), before, strict=True):
             own[first:] = values[first:]
 
     def do_without_flat(self) -> None:
-        """Write by `put` from now on: an environment returns another dtype than its space has, which must be cast."""
+        """Use `put` from now on, because an environment's dtype differs from its space's and must be cast."""
         self._has_vectors, self.flat = False, None
 
     def _flatten(self, arrays: Sequence[NDArray[Any] | None]) -> None:

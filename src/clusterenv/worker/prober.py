@@ -1,4 +1,4 @@
-"""Prober: says how a policy's actions were distributed at some rows of what it makes."""
+"""Prober: reports how a policy's actions were distributed at some rows of its steps and rollouts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from clusterenv.wire.layout import Layout
 class Prober:
     """Gathers the parameters of one policy's distributions while it acts.
 
-    Where `act` says what it drew from, that is kept, which costs nothing; else the policy is evaluated once more, at
-    the chosen rows of the whole rollout at once.
+    If `act` returns the distribution it drew from, that is kept, which costs nothing; otherwise the policy is evaluated
+    once more, at all chosen rows of the rollout together.
 
     Args:
-        policy: Whose.
-        observations: How they are nested.
-        num_rows: How many environments it acts in.
-        seed: Of the choice of rows.
+        policy: The policy.
+        observations: The layout of observations.
+        num_rows: How many environments the policy acts in.
+        seed: Seeds the choice of rows.
     """
 
     def __init__(self, policy: Policy, observations: Layout, num_rows: int, seed: int) -> None:
@@ -34,20 +34,20 @@ class Prober:
         self._seed = seed
         self._form: Form | None = None
         self._is_studied = False
-        self._may_trust: bool | None = None  # Whether what `act` drew from is what `distribution` returns.
+        self._may_trust: bool | None = None  # Whether `act` and `distribution` return the same.
         self.restart()
 
     def restart(self) -> None:
-        """Choose from now on as from the start."""
+        """Restart the random choice of rows."""
         self._rng = np.random.default_rng(self._seed)
 
     def begin(self, num_steps: int, count: int, observations: Sequence[Any], state: State | None) -> Probing | None:
-        """Begin a rollout of which the distributions at so many rows are wanted; None if there are none to be had.
+        """Begin a rollout of which distributions are wanted at some rows; None if the policy has none.
 
         Args:
-            num_steps: How long it will be.
+            num_steps: The length of the rollout.
             count: How many rows.
-            observations: The first ones, by leaf.
+            observations: The first observations, by leaf.
             state: The first recurrent state.
         """
         if not self._is_studied:
@@ -58,12 +58,12 @@ class Prober:
         return Probing(spread(count, num_steps, self._rng), count)
 
     def finish(self, probing: Probing, block: RolloutBuffers, *, may_keep: bool) -> Probes | None:
-        """Return what was gathered of a rollout that was made; None if no action was taken at any of its steps.
+        """Return the probes of a finished rollout; None if no action was taken at the chosen steps.
 
         Args:
             probing: What `begin` returned.
             block: The rollout.
-            may_keep: Whether what `act` drew from does not depend on more than observations and recurrent states.
+            may_keep: Whether the policy's distributions depend only on observations and recurrent states.
         """
         steps, kept = probing.steps, probing.kept
         chosen = self._choose(block.valid[steps], probing.count)
@@ -88,9 +88,9 @@ class Prober:
 
         Args:
             decision: What the policy decided.
-            observations: On these, by leaf.
-            state: And in this recurrent state.
-            taken: Which actions are taken.
+            observations: The observations it decided on, by leaf.
+            state: The recurrent state it decided in.
+            taken: Which environments take their action.
             count: How many rows are wanted.
             may_keep: As for `finish`.
         """
@@ -139,9 +139,9 @@ class Probing:
     """One rollout's distributions, as far as they are known.
 
     Attributes:
-        steps: Which are looked at, ascending.
-        count: How many rows are wanted of them.
-        kept: What actions were drawn from at these steps, if the policy says so.
+        steps: The chosen steps, ascending.
+        count: How many rows of these steps are wanted.
+        kept: The distributions at these steps, if the policy returns them.
     """
 
     def __init__(self, steps: NDArray[np.int64], count: int) -> None:
@@ -152,20 +152,20 @@ class Probing:
         self._next: int | None = next(self._due)
 
     def is_due(self, step: int) -> bool:
-        """Whether this step, which follows those before, is looked at."""
+        """Whether this step is chosen; must be called for every step in order."""
         if step != self._next:
             return False
         self._next = next(self._due, None)
         return True
 
     def note(self, decision: Decision) -> None:
-        """Keep what a decision was drawn from: the policy will not write to it again."""
+        """Keep the distribution of a decision, which the policy will not write to again."""
         if decision.distribution is not None:
             self.kept.append(decision.distribution.to_arrays()[1])
 
 
 def _are_close(some: dict[str, NDArray[Any]], others: dict[str, NDArray[Any]]) -> bool:
-    """Tell whether these are the same but for rounding."""
+    """Whether these are the same except for rounding."""
     return some.keys() == others.keys() and all(
         some[name].shape == array.shape and np.allclose(some[name], array, rtol=1e-3, atol=1e-4)
         for name, array in others.items()

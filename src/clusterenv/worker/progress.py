@@ -1,4 +1,4 @@
-"""LoopProgress: whether a worker gets anywhere; if it does not, its Python stacks go to its log."""
+"""LoopProgress: whether a worker makes progress; if it hangs, its Python stacks are written to its log."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 _STDERR = 2
-_SHARE = 0.9  # Of `hang_s`: the stacks must be in the log when the head gives the worker up.
+_SHARE = 0.9  # Of `hang_s`: the stacks must be in the log before the head gives the worker up.
 _REARM_SHARE = 0.1
-_LONGEST_S = 1e6  # The timer takes no infinity.
+_LONGEST_S = 1e6  # The timer does not accept infinity.
 
 
 @dataclass(eq=False)
@@ -20,7 +20,7 @@ class LoopProgress:
 
     Attributes:
         count: How many steps, resets and other calls it has finished.
-        is_busy: Whether it is at one now.
+        is_busy: Whether one is running now.
     """
 
     count: int = 0
@@ -28,13 +28,13 @@ class LoopProgress:
 
 
 class StackDumper:
-    """Writes the stacks of all Python threads to the standard error, once per hang. For a thread that looks often."""
+    """Writes the stacks of all Python threads to standard error, once per hang; `look` must be called often."""
 
     def __init__(self, progress: LoopProgress, hang_s: float) -> None:
         """Watch from now on.
 
         Args:
-            progress: Of the loop.
+            progress: The progress of the worker's loop.
             hang_s: The head gives up a worker that has finished nothing for this long.
         """
         self._progress = progress
@@ -46,10 +46,10 @@ class StackDumper:
         self._looked_at: float | None = None
 
     def look(self, now: float) -> None:
-        """See whether anything was finished since the last time."""
+        """Check whether anything was finished since the last call."""
         if now >= self._rearm_at:
-            # For C code that holds the interpreter's lock, under which this thread does not run: then nobody renews
-            # the timer, and its own thread, which needs no lock, writes the stacks.
+            # While C code holds the interpreter lock, this thread does not run and cannot renew the timer. Then the
+            # timer's own thread, which does not need the lock, writes the stacks.
             faulthandler.dump_traceback_later(self._after_s, file=_STDERR)
             self._rearm_at = now + _REARM_SHARE * self._after_s
         has_fired = self._looked_at is not None and now - self._looked_at >= self._after_s
@@ -61,7 +61,7 @@ class StackDumper:
             self._has_dumped = True
         elif not self._has_dumped and now - self._since >= self._after_s:
             self._has_dumped = True
-            log.warning("nothing was finished for %.3g s; this worker is at:", now - self._since)
+            log.warning("nothing was finished for %.3g s; the stacks of this worker are:", now - self._since)
             faulthandler.dump_traceback(_STDERR)
 
     def close(self) -> None:

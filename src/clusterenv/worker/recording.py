@@ -1,4 +1,4 @@
-"""Recording: a worker writes rollouts to a piece on its own machine, so that they need not travel."""
+"""Recording: writes a worker's rollouts to a piece on its own machine, so that they need not be sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clusterenv.wire.buffers import RolloutBuffers, RolloutLayout
 
 
 class ShardRecorder:
-    """Writes the rollouts of one shard where the head wants them."""
+    """Writes the rollouts of one shard to the directory that the head names."""
 
     def __init__(self, start: int) -> None:
         """Write nothing yet.
@@ -29,15 +29,15 @@ class ShardRecorder:
         self._reason = "No recording has begun on this worker."
 
     def begin(self, directory: str | None, about: bytes, incarnation: int) -> str:
-        """End what was recorded before, and begin a piece.
+        """End any earlier recording, and begin a piece.
 
         Args:
-            directory: The dataset's, on this machine; None: record no more.
-            about: What is said of the run, encoded.
-            incarnation: How many workers have joined in this place: pieces of earlier ones come before this one.
+            directory: The dataset's directory on this machine; None to stop recording.
+            about: The encoded description of the run.
+            incarnation: How many processes have joined as this worker; their pieces are ordered by it.
 
         Returns:
-            Why that cannot be; "" if it can.
+            Why the piece cannot be written, or "" if it can.
         """
         self.close()
         self._reason = ""
@@ -55,7 +55,7 @@ class ShardRecorder:
         """Write a rollout that was made with the newest version.
 
         Returns:
-            The piece, and why it could not be written; "" if it was.
+            The piece's path, and why it could not be written ("" if it was).
         """
         if self._writer is None:
             return ["", self._reason]
@@ -69,7 +69,7 @@ class ShardRecorder:
         return [path, ""]
 
     def close(self) -> None:
-        """End what is being recorded; again does nothing. A piece without a rollout is removed."""
+        """End the recording, if there is one. A piece without a rollout is removed."""
         if self._writer is not None:
             self._writer.close()
             if not self._has_written:

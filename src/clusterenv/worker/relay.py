@@ -1,8 +1,8 @@
-"""Relay: carries what a worker prints to its log, which may be full, slow or gone, and never grows without end.
+"""Relay: copies what a worker prints to its log, which may be full, slow or gone, and limits the log's size.
 
 A worker's own output is a pipe, so that printing never fails. Its guardian writes the first megabytes to the log as
-they come. After that only the newest output is kept, and is written when the worker pauses or ends: then it may matter.
-If the head wants to show it, it also goes to the head's standard error, line by line (`echo`).
+they come. After that, only the newest output is kept, and written when the worker pauses or ends, when it may matter.
+If the head wants to show the output, it also goes to the head's standard error, line by line (`echo`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from clusterenv.worker.echo import Echo
 
 _FIRST_BYTES = 4 << 20  # Written as they come.
 _LIVE_BYTES = 8 << 20  # Beyond this, only the end is written, when the worker has ended.
-_RESERVED_BYTES = 1 << 19  # For a worker that goes on in a log that others have filled.
+_RESERVED_BYTES = 1 << 19  # For a worker that continues a log that earlier ones have filled.
 _KEPT_BYTES = 1 << 18
 _READ_BYTES = 1 << 16
-_SAFE_BYTES = select.PIPE_BUF  # So much can be written without waiting to a pipe or socket that says it is ready.
+_SAFE_BYTES = select.PIPE_BUF  # This much can be written without blocking to a pipe or socket that is ready.
 _PAUSE_S = 1.0  # Also how long to wait after a failed write.
 
 
@@ -31,9 +31,9 @@ class Relay:
         """Begin to relay.
 
         Args:
-            source: The pipe's end to read from; it is made not to wait.
-            log: Where all of it goes.
-            shown: Where it goes in lines, too, and what makes these lines.
+            source: The pipe's read end; it is made non-blocking.
+            log: Where all output goes.
+            shown: Where output is also shown line by line, and the `Echo` that makes the lines.
         """
         os.set_blocking(source, False)
         self.source = source
@@ -42,7 +42,7 @@ class Relay:
         self._shown = shown
 
     def read(self) -> None:
-        """Take what the worker has printed, at most so much that others get their turn."""
+        """Read some of what the worker has printed; a limited amount, so that other pipes get their turn."""
         try:
             data = os.read(self.source, _READ_BYTES)
         except BlockingIOError:
@@ -53,14 +53,14 @@ class Relay:
             self.is_open = False
 
     def add(self, data: bytes) -> None:
-        """Take something to write."""
+        """Add output to be written."""
         self._log.add(data)
         if self._shown is not None:
             sink, echo = self._shown
             sink.add(echo.take(data, time.monotonic()))
 
     def finish(self, ends_at: float) -> None:
-        """Take all that is left, for the sinks to write. Whoever printed it has ended, or is not waited for."""
+        """Read all that is left, for the sinks to write, without waiting for more output."""
         while self.is_open and self._has_input() and time.monotonic() < ends_at:
             self.read()
         if self._shown is not None:
@@ -74,14 +74,14 @@ class Relay:
 
 
 class Sink:
-    """A log, or the head's standard error: what is to be written there, and when."""
+    """Writes to a log, or to the head's standard error, without blocking."""
 
     def __init__(self, descriptor: int, *, is_capped: bool = True) -> None:
         """Begin to write.
 
         Args:
-            descriptor: It may be shared with others: it is neither changed nor cut.
-            is_capped: Whether it takes megabytes and no more, but for the end.
+            descriptor: The file; possibly shared with others, so its flags are not changed, nor is it truncated.
+            is_capped: Whether to write only the first megabytes, and the end.
         """
         status = os.fstat(descriptor)
         self.descriptor = descriptor
@@ -91,19 +91,19 @@ class Sink:
         self._kept = bytearray()  # What is not written yet.
         self._dropped = 0
         self._is_line_open = False
-        self._write_at = 0.0  # Not before.
+        self._write_at = 0.0  # Do not write before this time.
 
     def is_waited_for(self, now: float) -> bool:
-        """Whether there is something to write as soon as it can be written without waiting."""
+        """Whether there is something to write as soon as the descriptor is ready."""
         return not self._is_file and self._is_due(now)
 
     def due_at(self, now: float) -> float | None:
-        """When to call `write` even if nothing happens until then."""
+        """When to call `write` at the latest, even without other events."""
         is_waiting = self._kept and self._may_write and not self.is_waited_for(now)
         return self._write_at if is_waiting else None
 
     def add(self, data: bytes) -> None:
-        """Take something to write."""
+        """Add output to be written."""
         self._kept += data
         excess = len(self._kept) - _KEPT_BYTES
         if excess > 0:
@@ -113,16 +113,16 @@ class Sink:
             self._write_at = time.monotonic() + _PAUSE_S
 
     def write(self) -> None:
-        """Write what is due, as far as that is possible without waiting."""
+        """Write what is due, as far as possible without blocking."""
         while self._is_due(time.monotonic()) and self._write_some():
             pass
 
     def finish(self, ends_at: float) -> None:
-        """Write all that is left, if that is possible until then."""
+        """Write all that is left, as far as possible until `ends_at`."""
         self._written, self._write_at = 0, 0.0
         while self._kept and time.monotonic() < ends_at:
             if not self._write_some() and (self._write_at or not self._is_ready(ends_at - time.monotonic())):
-                return  # It has failed, or takes nothing.
+                return  # Writing has failed, or the descriptor accepts nothing.
 
     @property
     def _may_write(self) -> bool:
@@ -132,7 +132,7 @@ class Sink:
         return bool(self._kept) and self._may_write and self._write_at <= now
 
     def _write_some(self) -> bool:
-        """Write once; False if nothing is taken now."""
+        """Write once; returns False if nothing could be written."""
         if not self._is_file and not self._is_ready(0.0):
             return False
         note = b""
@@ -140,7 +140,7 @@ class Sink:
             line_end = b"\n" if self._is_line_open else b""
             note = line_end + b"[clusterenv: %d bytes of output were dropped here]\n" % self._dropped
         data = note + self._kept[: (_READ_BYTES if self._is_file else _SAFE_BYTES) - len(note)]
-        if not self._is_capped:  # Others write to it as well: whole lines, if they are not too long.
+        if not self._is_capped:  # Shared with other writers: write whole lines, if they are not too long.
             data = data[: data.rfind(b"\n") + 1] or data
         try:
             count = os.write(self.descriptor, data)

@@ -1,4 +1,4 @@
-"""Secret: a variable taken out of this process's environment, so that nobody can read it there afterwards."""
+"""Secret: removes a variable from this process's environment, so that it cannot be read there afterwards."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 import sys
 from pathlib import Path
 
-# In /proc/self/stat, counted from the field behind the command's name: where the environment begins and ends.
+# Fields of /proc/self/stat, counted after the command's name: where the environment begins and ends.
 _ENV_START, _ENV_END = 47, 48
 
 
 def take_variable(name: str) -> str:
-    """Return a variable's value, or nothing, and leave none of it for environments or for what they start.
+    """Return a variable's value ("" if unset), and hide it from environments and the processes they start.
 
-    `os.environ` is a copy, and `unsetenv` drops a pointer: what the process was started with stays in its memory, where
+    `os.environ` is a copy, and `unsetenv` only drops a pointer: the original value stays in the process's memory, where
     `/proc/<pid>/environ` shows it. So it is overwritten there.
     """
     value = os.environ.pop(name, "")
@@ -27,7 +27,7 @@ def _overwrite(beginning: bytes) -> None:
     try:
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         start, end = int(fields[_ENV_START]), int(fields[_ENV_END])
-    except (OSError, IndexError, ValueError):  # Without /proc nobody can read it there either.
+    except (OSError, IndexError, ValueError):  # Without /proc, it cannot be read there either.
         return
     if not 0 < start < end:
         return

@@ -1,4 +1,4 @@
-"""Shard: the environments of one worker, and the policy beside them if one was sent."""
+"""Shard: the environments of one worker, and the policy beside them, if one was sent."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ Weights = Mapping[str, NDArray[Any]]
 
 
 class Shard:
-    """What can be done with a worker's environments. A head without workers uses one in its own process.
+    """All operations on a worker's environments. A head without workers uses a shard in its own process.
 
     First `make` the environments, then `serve` them in the buffers of the run.
 
     Attributes:
-        failed_row: The row of the environment that raised last, if that is known.
-        rollout_layout: What rollouts look like, once a policy was adopted.
+        failed_row: The row of the environment that raised last, if known.
+        rollout_layout: The layout of rollouts, once a policy was adopted.
     """
 
     host: Host
@@ -53,15 +53,15 @@ class Shard:
         self._is_at_start = True  # Whether no environment was stepped since all were reset.
         self._policy_seed: int | None = None
         self._masks = ActionMasks(assignment.num_rows)
-        self._num_adopted = 0  # Policies since the last reset of all.
-        self._seeds: list[int | None] = [None] * assignment.num_rows  # Of the last reset.
-        self._has_taken_over = False  # Whether the next step will tell of a loss, and of new episodes with these seeds.
+        self._num_adopted = 0  # Policies adopted since all environments were last reset.
+        self._seeds: list[int | None] = [None] * assignment.num_rows  # Of the last resets.
+        self._has_taken_over = False  # Whether the next step reports a loss, and new episodes with these seeds.
         self._collector: Collector | None = None
         self._player: EpisodePlayer | None = None
 
     @property
     def failed_row(self) -> int | None:
-        """The row of the environment that raised last, if that is known."""
+        """The row of the environment that raised last, if known."""
         return self.host.failed_row if hasattr(self, "host") else self._making_row
 
     def make(self) -> Envs:
@@ -79,9 +79,9 @@ class Shard:
         """Host the environments, which fill these buffers.
 
         Args:
-            spaces: Of the run.
+            spaces: The spaces of the run.
             pair: The shard's rows of the two step buffers.
-            tick: Told of each environment that was reset.
+            tick: Called after each environment is reset.
         """
         assert self._made is not None, "they were made"
         self._spaces = spaces
@@ -106,7 +106,7 @@ class Shard:
     def reset(
         self, buffer: int, seeds: Sequence[int | None], mask: Sequence[bool] | None, options: dict[str, Any] | None
     ) -> Infos:
-        """Reset all environments, or those in the mask. A seed for all also seeds the policy."""
+        """Reset all environments, or those in the mask. A seeded reset of all also seeds the policy."""
         infos = self.host.reset(buffer, seeds, mask, options)
         self._masks.reset(complete(infos, len(seeds)), None if mask is None else np.array(mask, np.bool_))
         if mask is None:
@@ -121,7 +121,7 @@ class Shard:
         return infos
 
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
-        """Begin new episodes in the place of those that were lost with another worker; see `Host.resume`."""
+        """Begin new episodes to replace those that were lost with another worker; see `Host.resume`."""
         self.host.resume(buffer, seeds, seen, ended)
         self._masks.reset(complete(self.host.reset_infos, len(seeds)), None)
         self._policy_seed = _policy_seed(seeds[0])
@@ -155,10 +155,10 @@ class Shard:
         """Put a policy beside the environments, in place of an earlier one, and find out what it returns.
 
         Args:
-            make: Returns a copy of it. One is tried; if it may remember what it has seen, another takes its place.
-            version: Of its weights.
-            weights: To load: a policy travels without them.
-            values: Returns per-call values to try a copy with.
+            make: Returns a copy of the policy. The first is tried out; if it may remember that, a second replaces it.
+            version: The version of the weights.
+            weights: The weights to load, since a policy is sent without them.
+            values: Returns the per-call values to try out a copy with.
         """
         policy = make()
         spaces = self._spaces
@@ -180,7 +180,7 @@ class Shard:
             tried, policy = policy, make()
             if hasattr(policy, "take_over"):
                 policy.take_over(tried)
-            del tried  # Let go before its successor's weights take memory.
+            del tried  # Freed before its successor's weights take memory.
             collector.replace(policy)
             collector.load(version, weights)
         if self._policy_seed is not None:
@@ -236,11 +236,11 @@ class Shard:
     def play(
         self, plan: EvaluationPlan | None, num_envs: int, tasks: Sequence[Task], limit_s: float
     ) -> tuple[list[list[Any]], list[int]]:
-        """Play episodes of an evaluation, beside all else; see `EpisodePlayer.play`.
+        """Play episodes of an evaluation, in environments of its own; see `EpisodePlayer.play`.
 
         Args:
-            plan: Of an evaluation that begins now; None goes on with the last.
-            num_envs: How many environments it uses, of its own.
+            plan: The plan of an evaluation that begins now; None continues the last one.
+            num_envs: How many environments the evaluation uses.
             tasks: The episodes.
             limit_s: How long to play.
         """
@@ -253,7 +253,7 @@ class Shard:
 
     @property
     def is_playing(self) -> bool:
-        """Whether what an evaluation was at last were its environments, and not its policy."""
+        """Whether an evaluation's environments, not its policy, were running when it last ended or raised."""
         return self._player is None or self._player.is_stepping
 
     def _policy(self) -> Collector:
@@ -271,7 +271,7 @@ class Shard:
             raise
 
     def _note_new_episodes(self) -> None:
-        """Note that a step has told of the loss: the episodes that follow were begun with the last seeds."""
+        """Note that a step has reported the loss, and that the episodes that follow began with the last seeds."""
         self._has_taken_over = False
         if self._collector is not None:
             self._collector.name_seeds(self._seeds)
@@ -281,17 +281,17 @@ class Shard:
 
 
 def unpickle(data: bytes) -> Any:
-    """Read code and arguments. Only a worker does this, and only with what its head sent over the encrypted channel."""
+    """Unpickle code and arguments. Only workers do this, with data their head sent over the encrypted channel."""
     return pickle.loads(data)  # noqa: S301 - see above
 
 
 def _policy_seed(first: int | None) -> int | None:
-    """Let the policy's choices follow from the environments' seed, yet not by the same numbers."""
+    """Derive the policy's seed from the environments' seed, so that their random numbers differ."""
     return None if first is None else int(np.random.SeedSequence((first, 1)).generate_state(1)[0])
 
 
 def _register(registry: list[bytes]) -> None:
-    """Make known the environments that were registered on the head only."""
+    """Register environments that are registered on the head only."""
     for pickled in registry:
         try:
             spec = unpickle(pickled)

@@ -36,23 +36,23 @@ class VectorHost(Host):
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         """Host a vector environment; the other arguments are those of `Host`."""
-        # Which of its environments raised, only the vector environment knows: they all begin anew.
+        # Only the vector environment knows which of its environments raised, so all of them begin anew.
         super().__init__(assignment, spaces, pair, tick, num_budgets=1)
         self._assignment = assignment
-        # A VectorEnv, and more than VectorEnv promises: call and set_attr where it has them.
+        # Typed as Any because call and set_attr, which not every VectorEnv has, are used if present.
         self._env: Any = env
         self._observations = Layout(spaces.observation_space)
         self._actions = Layout(spaces.action_space)
         self._targets: Sequence[NDArray[Any] | None] = self.buffers.observations
         self._objects: list[list[Any]] = []
-        self._shown = self._columns()  # What the last actions were chosen on, one array or list per leaf.
+        self._shown = self._columns()  # The observations the last actions were based on, per leaf.
         self._seeds: Sequence[int | None] = [None] * self._num_rows
-        # After an exception or the loss of another worker: rows whose episode counts as truncated, and whether the next
-        # step is to tell of that; and the first observations of the episodes after it, if they have begun.
+        # After an exception or the loss of another worker: rows whose episode counts as truncated, whether a step has
+        # reported that, and the first observations and infos of the new episodes, if they have begun.
         self._truncated: NDArray[np.bool_] | None = None
         self._is_told = True
         self._first: tuple[list[Any], Infos] | None = None
-        self._beginners: NDArray[np.bool_] | None = None  # Whom the next step shows as beginning an episode.
+        self._beginners: NDArray[np.bool_] | None = None  # Rows that begin an episode with the next step.
         check_spaces(env.single_observation_space, env.single_action_space, spaces)
 
     def reset(
@@ -62,7 +62,7 @@ class VectorHost(Host):
         self.errors.clear()
         options = None if options is None else dict(options)
         if mask is not None:
-            if not any(mask):  # Another shard's environments are meant.
+            if not any(mask):  # Only other shards' environments are reset.
                 return {}
             options = {**(options or {}), "reset_mask": np.array(mask, dtype=np.bool_)}
         if self._truncated is not None and all(seed is None for seed in seeds):
@@ -82,7 +82,7 @@ class VectorHost(Host):
         self._tick()
         rows = np.ones(self._num_rows, np.bool_) if mask is None else np.array(mask, np.bool_)
         untold = None if self._is_told or self._truncated is None else self._truncated & ~rows
-        if untold is not None and untold.any():  # The next step still tells of these.
+        if untold is not None and untold.any():  # The next step still reports these.
             for row in np.flatnonzero(untold):
                 for column, before in zip(self._columns(), seen, strict=True):
                     column[row] = before[row]
@@ -106,17 +106,17 @@ class VectorHost(Host):
             raise
 
     def pending_rows(self) -> list[bool] | None:
-        return None  # A vector environment that raises has stepped nobody.
+        return None  # A vector environment that raises counts as not stepped at all.
 
     def resume(self, buffer: int, seeds: Sequence[int], seen: Sequence[Any], ended: Sequence[bool]) -> None:
-        # Into the other buffer: if this worker is lost, too, the next one is given what is in this one.
+        # Into the other buffer: if this worker is lost as well, its replacement is given the contents of this one.
         infos = complete(self.reset(1 - buffer, seeds, None, None), self._num_rows)
         first = [_copied(column) for column in self._columns()], infos
         self._turn_to(buffer)
         self._first = first
         self._put_columns(seen)
         self._truncated, self._is_told = ~np.array(ended, np.bool_), False
-        # Elsewhere than in shared memory, which has the flags: the learner may not have seen them yet.
+        # Without shared memory, the flags are not in the buffer, and the learner may not have seen them yet.
         self.buffers.truncations |= np.array(ended, np.bool_) & ~self.buffers.terminations
 
     def start_over(self) -> bool:
@@ -136,7 +136,7 @@ class VectorHost(Host):
         return self._objects
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Call a method of the vector environment; one result is taken for all its environments."""
+        """Call a method of the vector environment; a single result is repeated for all its environments."""
         if name == "render":
             result = self._env.render()
         elif hasattr(self._env, "call"):
@@ -157,7 +157,7 @@ class VectorHost(Host):
         self._attributes[name] = values
 
     def apply(self, function: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
-        """Run a function on the vector environment; its result is taken for all rows."""
+        """Run a function on the vector environment; its result is repeated for all rows."""
         return [function(self._env)] * len(rows)
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class VectorHost(Host):
         return FullInfos(infos) if fits(infos, self._num_rows) else _with_masks(infos, self._num_rows)
 
     def _step_truncated(self) -> Infos:
-        """Step after episodes were truncated without the environment's knowledge: tell of it, or begin new ones."""
+        """Step after episodes were truncated without the environment's knowledge: report that, or begin new ones."""
         rows = self._truncated
         assert rows is not None
         mode = self._mode
@@ -210,7 +210,7 @@ class VectorHost(Host):
         seen = [_copied(column) for column in self._shown]
         is_same = mode is AutoresetMode.SAME_STEP
         shown = [_copied(column) for column in (first if is_same else seen)]
-        if mode is AutoresetMode.NEXT_STEP:  # Those whose episode had ended begin their new one.
+        if mode is AutoresetMode.NEXT_STEP:  # Environments whose episode had ended begin their new one.
             for column, start in zip(shown, first, strict=True):
                 for row in np.flatnonzero(~rows):
                     column[row] = start[row]
@@ -229,13 +229,13 @@ class VectorHost(Host):
                 **_with_masks({"final_obs": _as_objects(finals), "final_info": {"worker_lost": rows}}, self._num_rows),
             }
         if not rows.all() and mode is AutoresetMode.NEXT_STEP:
-            # A vector environment steps as a whole: the next step is a true one, and shows those whose episodes were
-            # lost one step into their new ones.
+            # A vector environment steps as a whole: the next step is a real one, and environments whose episodes were
+            # lost are already one step into their new ones.
             self._truncated, self._first, self._beginners = None, None, rows
         return told
 
     def _truncate_all(self) -> Infos:
-        """Treat all episodes as truncated after an exception; by the autoreset mode, begin new ones."""
+        """Truncate all episodes after an exception, and begin new ones if the autoreset mode says so."""
         leaves = [_copied(column) for column in self._shown]
         text = self._budget.text
         self._seeds = [None] * self._num_rows
@@ -258,7 +258,7 @@ class VectorHost(Host):
         try:
             self._env.close()
         except Exception:
-            log.warning("a vector environment that is made again could not be closed", exc_info=True)
+            log.warning("a vector environment that is being replaced could not be closed", exc_info=True)
         self._env = make_vector_env(self._assignment)
         check_spaces(self._env.single_observation_space, self._env.single_action_space, self._spaces)
         for name, values in self._attributes.items():
@@ -266,14 +266,14 @@ class VectorHost(Host):
 
     def _turn_to(self, buffer: int) -> None:
         self._shown = self._columns()
-        if buffer != self._buffer:  # Else it may be a rollout that is filled.
+        if buffer != self._buffer:  # If it is the same, a rollout may be being filled.
             self.buffers = self._pair[buffer]
             self._targets = self.buffers.observations
             self._buffer = buffer
 
     def _show_last(self) -> None:
         self._put_columns(self._shown)
-        if self._targets is self.buffers.observations:  # Not in a rollout, whose flags are its own.
+        if self._targets is self.buffers.observations:  # Not during a rollout, which has flags of its own.
             other = self._pair[1 - self._buffer]
             self.buffers.terminations[:] = other.terminations
             self.buffers.truncations[:] = other.truncations
@@ -290,7 +290,7 @@ class VectorHost(Host):
                 array[...] = column
 
     def _seed(self, seeds: Sequence[int | None]) -> int | list[int | None] | None:
-        """Seed as the environment can be seeded: consecutive seeds are one number, others must be a list."""
+        """Return the seeds in a form the environment accepts: one number if consecutive, else a list."""
         first = seeds[0]
         if all(seed is None for seed in seeds):
             return None
@@ -315,7 +315,7 @@ class VectorHost(Host):
 
 
 def _with_masks(infos: Infos, num_rows: int) -> Infos:
-    """Give every info that has a value per environment its `_key` mask, where the environment left it out."""
+    """Make every info an array with one value per environment, and add `_key` masks that are missing."""
     complete: Infos = {}
     for key, value in infos.items():
         if isinstance(value, dict):

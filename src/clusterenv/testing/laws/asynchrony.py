@@ -1,4 +1,4 @@
-"""Calls in two halves, where there are such: `step_async` and `step_wait`."""
+"""Calls in two halves, if there are any: `step_async` and `step_wait`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attributes and methods of the environments: `get_attr`, `call` and `set_attr`, where there are such."""
+"""Attributes and methods of the environments, if supported: `get_attr`, `call` and `set_attr`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from clusterenv.testing.subject import Broken, NotApplicable, Play, Subject
 
-_NAME = "clusterenv_testing_mark"  # No environment has it before.
+_NAME = "clusterenv_testing_mark"  # No environment has it already.
 
 
 def call(subject: Subject) -> None:

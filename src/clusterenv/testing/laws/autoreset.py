@@ -1,4 +1,4 @@
-"""What happens when an episode ends, as the autoreset mode says."""
+"""What happens when an episode ends, depending on the autoreset mode."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def same_step(subject: Subject) -> None:
 
 
 def disabled(subject: Subject) -> None:
-    """In the mode DISABLED, who has ended is reset by `options["reset_mask"]`, as by a reset of all."""
+    """In DISABLED mode, ended episodes are reset by `options["reset_mask"]`, just as by a full reset."""
     _demand_mode(subject, AutoresetMode.DISABLED)
     endings = subject.endings()
     for moment in endings[:_FEW]:
@@ -76,7 +76,7 @@ def plain_loop(subject: Subject) -> None:
                 expected = loop.reset(subject.seed if number == 0 else None, moment.mask)
             *arrays, infos = expected
             if moment.is_step:
-                arrays[1] = arrays[1].astype(moment.answer[1].dtype)  # Some have rewards of single precision.
+                arrays[1] = arrays[1].astype(moment.answer[1].dtype)  # Some return rewards in single precision.
             if difference := find_difference(moment.answer[:-1], tuple(arrays), moment.name):
                 raise Broken(f"A plain loop over its environments gives something else: {difference}", moment.lines)
             for index, info in enumerate(map(without_clock, infos)):
@@ -94,7 +94,7 @@ def _demand_mode(subject: Subject, mode: AutoresetMode) -> None:
 
 
 def _compare_with_resets(subject: Subject, endings: list[Moment]) -> None:
-    """Go up to an end once more, reset all without a seed, and compare with what was shown instead."""
+    """Replay up to an episode's end, reset all without a seed, and compare with what autoreset returned."""
     for moment in endings[:_FEW]:
         number = _number_of(subject, moment)
         if number + 1 == len(subject.recording):

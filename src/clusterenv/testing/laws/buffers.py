@@ -1,4 +1,4 @@
-"""Whose arrays are whose: what is returned is the caller's, and what is passed stays the caller's."""
+"""Ownership of arrays: returned arrays belong to the caller, and passed ones still do."""
 
 from __future__ import annotations
 

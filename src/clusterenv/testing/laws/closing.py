@@ -11,7 +11,7 @@ from clusterenv.testing.subject import Broken, NotApplicable, Subject
 
 _END_S = 5.0
 _CYCLES = 3
-# Python's own: one each for the life of the process, whoever has used multiprocessing first.
+# Python's own processes: started by the first use of multiprocessing, and living as long as the process.
 _PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -51,7 +51,7 @@ def processes(subject: Subject) -> None:
 def descriptors(subject: Subject) -> None:
     """Made and closed again and again, it does not use up file descriptors."""
     _demand_linux()
-    while len(subject.open_files) < _CYCLES:  # Other laws have most often made and closed as many before.
+    while len(subject.open_files) < _CYCLES:  # Other laws have usually made and closed this many already.
         subject.fresh().begin()
         subject.forget(is_all=False)
     counts = subject.open_files[-_CYCLES:]

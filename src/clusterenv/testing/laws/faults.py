@@ -1,4 +1,4 @@
-"""Faults: what a vector environment does that says it survives the loss of its workers."""
+"""Faults: what a vector environment that claims to survive the loss of its workers must do."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _lose_some(subject: Subject, choose: Any) -> None:
 
 
 def _compare_untouched(subject: Subject, play: Play, truncations: Any, was_over: Any) -> None:
-    """Compare with the run in which nobody was killed; rows between two episodes begin one that nobody has seen."""
+    """Compare with the run without kills; rows between two episodes begin one that the recording does not have."""
     expected, answer = subject.steps[_WARM_UP].answer, play.moments[-1].answer
     for index in np.flatnonzero(~truncations & ~was_over):
         ours, theirs = (

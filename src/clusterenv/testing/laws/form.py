@@ -41,7 +41,7 @@ def batched_spaces(subject: Subject) -> None:
         single, batched = getattr(envs, f"single_{name}"), getattr(envs, name)
         expected = batch_space(single, envs.num_envs)
         is_free = name == "observation_space" and getattr(envs, "observation_mode", "same") != "same"
-        # Environments whose bounds differ have a batched space of their own, which is of the same form.
+        # Environments whose bounds differ have a different batched space of the same form.
         is_right = not list(_misfits(expected, batched.sample(), name)) if is_free else batched == expected
         if not is_right:
             raise Broken(f"{name} is {batched}, but single_{name} batched for {envs.num_envs} is {expected}.")
@@ -85,7 +85,7 @@ def observation_values(subject: Subject) -> None:
 
 
 def _misfits(space: spaces.Space[Any], value: Any, path: str) -> Iterator[str]:
-    """Say what is wrong with the form of a value; what a space of an unusual kind holds is its own affair."""
+    """Yield what is wrong with the form of a value; values of unusual kinds of spaces are not checked."""
     if isinstance(space, spaces.Dict):
         if not isinstance(value, Mapping) or set(value) != set(space.spaces):
             yield f"{path} {_describe(value)}, expected a dict with the keys {list(space.spaces)}."

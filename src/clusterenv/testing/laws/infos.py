@@ -1,4 +1,4 @@
-"""Infos: whose they are, and those of the end of an episode."""
+"""Infos: their masks, and those at the end of an episode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes of the caller: refused in words, and without consequences."""
+"""Mistakes of the caller: refused with an error, and without consequences."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def wrong_seeds(subject: Subject) -> None:
 
 
 def _wrong_counts(play: Play) -> list[int]:
-    # Not every space can be batched for nobody.
+    # Not every space can be batched for zero environments.
     return [count for count in (play.num_envs + 1, play.num_envs - 1) if count]
 
 

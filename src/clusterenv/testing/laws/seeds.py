@@ -1,4 +1,4 @@
-"""Seeds: what is determined by them, and whose they are."""
+"""Seeds: what they determine, and which environment gets which."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def seed_list(subject: Subject) -> None:
 
 
 def no_seed(subject: Subject) -> None:
-    """A reset without a seed goes on with the generators: a new episode, and the same one whenever all was the same."""
+    """A reset without a seed continues from the generators: a new episode, the same after the same history."""
     _goes_on_alike(subject)
     play = subject.shared()
     first = play.begin()[0]
@@ -133,7 +133,7 @@ def options_untouched(subject: Subject) -> None:
 
 
 def _go_some_way(play: Play) -> tuple[Mask, list[Any]]:
-    """Begin, make a few steps, and choose whom to reset: every other one, and whose episode has ended."""
+    """Begin, make a few steps, and choose which to reset: every other environment, and those that have finished."""
     for num_steps in (3, 2, 1, 0):
         answer = play.begin()
         for _ in range(num_steps):
@@ -154,7 +154,7 @@ def _reset_masked(play: Play, mask: Mask, seeds: list[int]) -> tuple[Any, ...]:
 
 
 def _compare_the_others(play: Play, other: Play, chosen: Mask) -> None:
-    """Step both, and compare those that were reset in neither."""
+    """Step both, and compare the environments that were not reset in either."""
     play.envs.action_space.seed(play.seed + 1)
     play.note(f"envs.action_space.seed({play.seed + 1})")
     for _ in range(_FEW):
