@@ -30,12 +30,14 @@ class KubeApi:
     Attributes:
         tokens: Those that it takes.
         requests: What it was asked: "POST pods".
+        minor: The server's version after "1.".
         unknown: What is no field's name. It is refused to those who ask for that, as by Kubernetes from 1.25 on.
     """
 
     def __init__(self) -> None:
         self.tokens = {"good"}
         self.requests: list[str] = []
+        self.minor = "34"
         self.unknown: str | None = None
         self._objects: dict[tuple[str, str], Object] = {}
         self._failures: list[tuple[str, str | int]] = []
@@ -127,12 +129,14 @@ class KubeApi:
             if any(owner["uid"] == gone["metadata"]["uid"] for owner in owners):
                 self._remove(of, dependent, unseen)
 
-    def _do(self, method: str, kind: str, name: str, body: Object) -> tuple[int, Object]:
+    def _do(self, method: str, kind: str, name: str, body: Object, *, is_trial: bool) -> tuple[int, Object]:
         """Do what a request says; returns the answer."""
         key = (kind, name or body.get("metadata", {}).get("name", ""))
         if method == "POST":
             if key in self._objects:
                 return 409, {"message": f'{kind} "{key[1]}" already exists'}
+            if is_trial:
+                return 201, body
             uid = f"uid-{next(self._count)}"
             created = self._store(kind, body | {"metadata": body["metadata"] | {"uid": uid}}, "ADDED")
             owners = {owner["uid"] for owner in body["metadata"].get("ownerReferences") or ()}
@@ -150,15 +154,17 @@ class KubeApi:
         self._remove(kind, name)
         return 200, {"status": "Success"}
 
-    def _answer(self, method: str, path: str, body: Object) -> tuple[int, Object] | None:
-        """Do what a request says; returns the answer, or None if that is lost."""
+    def _answer(self, method: str, path: str, body: Object, *, is_trial: bool) -> tuple[int, Object] | None:
+        """Do what a request says, unless it only tries; returns the answer, or None if that is lost."""
+        if path == "/version":
+            return 200, {"major": "1", "minor": self.minor}
         if path.endswith("selfsubjectaccessreviews"):
             return 201, {"status": {"allowed": True}}
         match = _PATH.fullmatch(path)
         if match is None or match[3]:
             return 404, {"message": f"{path} not found"}
         with self._changed:
-            request = f"{method} {match[1]}"
+            request = f"{'TRY' if is_trial else method} {match[1]}"
             self.requests.append(request)
             self._changed.notify_all()
             how = next((how for wanted, how in self._failures if wanted == request), None)
@@ -169,7 +175,7 @@ class KubeApi:
                 return None
             if isinstance(how, int):
                 return how, {"message": f"{request} fails with {how}"}
-            answer = self._do(method, match[1], match[2] or "", body)
+            answer = self._do(method, match[1], match[2] or "", body, is_trial=is_trial)
             return None if how == "lost" else answer
 
     def _watch(self, since: int) -> Iterator[Object]:
@@ -213,10 +219,13 @@ class KubeApi:
                     self.say(400, {"message": f'strict decoding error: unknown field "spec.{api.unknown}"'})
                 elif "watch" in query:
                     self.stream(int(query["resourceVersion"][0]))
-                elif (answer := api._answer(self.command, url.path, json.loads(body or b"{}"))) is not None:
-                    self.say(*answer)
                 else:
-                    self.close_connection = True
+                    is_trial = query.get("dryRun") == ["All"]
+                    answer = api._answer(self.command, url.path, json.loads(body or b"{}"), is_trial=is_trial)
+                    if answer is None:
+                        self.close_connection = True
+                    else:
+                        self.say(*answer)
 
             do_GET = do_POST = do_PATCH = do_DELETE = serve  # noqa: N815 - the names that http.server knows
 

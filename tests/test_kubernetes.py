@@ -443,6 +443,8 @@ def test_if_the_heads_machine_is_lost_kubernetes_removes_everything_after_the_le
     head = start_head("time.sleep(60)", lease_s=10)
     client = find_client()
     try:
+        # Kubernetes before 1.25, as the bed, looks at a deadline when it was first to pass, and never again by itself.
+        bed.wait_until(lambda: bed.objects("jobs")[0]["spec"]["activeDeadlineSeconds"] > 10)
         os.kill(client, signal.SIGKILL)
         head.kill()
         killed_at = seconds()
@@ -452,8 +454,9 @@ def test_if_the_heads_machine_is_lost_kubernetes_removes_everything_after_the_le
         end_head(head)
 
 
+@pytest.mark.parametrize("fate", ["its file is deleted", "its Pod is deleted by force"])
 def test_a_head_in_a_pod_needs_one_command_and_goes_with_all_it_has(
-    bed: KubeCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bed: KubeCluster, fate: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: Callable[[], float]
 ) -> None:
     script = tmp_path / "My training (2).py"
     script.write_text(HEAD.format(image="any", lease_s=600, then="time.sleep(60)"))
@@ -468,9 +471,14 @@ def test_a_head_in_a_pod_needs_one_command_and_goes_with_all_it_has(
         (anchor,) = [each for each in bed.objects("jobs") if each["metadata"]["name"].startswith("clusterenv-")]
         assert anchor["metadata"]["ownerReferences"][0]["uid"] == head["metadata"]["uid"]
         assert len(bed.workers()) == NUM_WORKERS
-        bed.kubectl("delete", job, "--wait=false")
-        bed.kubectl("delete", f"pod/{head['metadata']['name']}", "--force", "--grace-period=0")
+        deleted_at = seconds()
+        if fate == "its file is deleted":
+            bed.kubectl("delete", "--filename=-", stdin=manifests)
+        else:
+            bed.kubectl("delete", job, "--wait=false")
+            bed.kubectl("delete", f"pod/{head['metadata']['name']}", "--force", "--grace-period=0")
         bed.wait_until(lambda: bed.remains() == [])
+        assert seconds() - deleted_at < 25, "less than the grace period that Pods have by default"
         assert wait_until_gone(descendants()) == []
     finally:
         bed.kubectl("delete", "--filename=-", "--ignore-not-found", "--wait=false", stdin=manifests)
@@ -627,6 +635,20 @@ def test_if_somebody_deletes_the_job_that_owns_the_workers_others_are_started(be
         (again,) = bed.objects("jobs")
         assert again["metadata"]["uid"] != job["metadata"]["uid"]
         assert len(bed.objects("secrets")) == 1
+
+
+def test_if_somebody_deletes_the_secret_workers_can_still_be_replaced(bed: KubeCluster) -> None:
+    with launch(make()) as envs:
+        envs.reset(seed=1)
+        (secret,) = bed.objects("secrets")
+        bed.kubectl("delete", "secret", secret["metadata"]["name"])
+        os.kill(envs.worker_pids[1], signal.SIGKILL)
+        while not envs.losses:
+            envs.step(np.zeros(4, np.int64))
+        (again,) = bed.objects("secrets")
+        assert again["metadata"]["uid"] != secret["metadata"]["uid"]
+        (job,) = bed.objects("jobs")
+        assert [owner["uid"] for owner in again["metadata"]["ownerReferences"]] == [job["metadata"]["uid"]]
 
 
 def test_who_takes_over_from_a_client_that_made_the_job_again_starts_workers_that_stay(bed: KubeCluster) -> None:

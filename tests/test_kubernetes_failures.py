@@ -110,6 +110,70 @@ def test_a_job_that_is_about_to_go_is_followed_by_another(api: KubeApi, conditio
         fleet.stop(0.0)
 
 
+def test_a_secret_that_somebody_deletes_is_created_again(api: KubeApi) -> None:
+    fleet = launch(api, lease_s=10)
+    try:
+        (job,), (secret,) = api.objects("jobs"), api.objects("secrets")
+        api.delete("secrets", secret["metadata"]["name"])
+        api.wait_until(lambda: bool(api.objects("secrets")))
+        (again,) = api.objects("secrets")
+        assert again["data"] == secret["data"]
+        assert [owner["uid"] for owner in again["metadata"]["ownerReferences"]] == [job["metadata"]["uid"]]
+    finally:
+        fleet.stop(0.0)
+
+
+def test_a_secret_that_is_there_stays_as_it_is(api: KubeApi) -> None:
+    fleet = launch(api, lease_s=10)
+    try:
+        before = api.objects("secrets")
+        api.wait_until(lambda: "TRY secrets" in api.requests)
+        api.wait_until(lambda: api.requests.count("PATCH jobs") > 1)
+        assert api.objects("secrets") == before
+    finally:
+        fleet.stop(0.0)
+
+
+@pytest.mark.parametrize(("minor", "restarts"), [("20+", True), ("24", True), ("25", False), ("34", False)])
+def test_an_anchor_restarts_where_kubernetes_would_not_notice_that_its_deadline_has_passed(
+    api: KubeApi, minor: str, restarts: bool
+) -> None:
+    api.minor = minor
+    fleet = launch(api, lease_s=600)
+    try:
+        (job,) = api.objects("jobs")
+        spec = job["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        assert spec["restartPolicy"] == ("OnFailure" if restarts else "Never")
+        assert ("sigtimedwait([s.SIGTERM], 600)" in container["command"][-1]) is restarts
+        assert not restarts or job["spec"]["backoffLimit"] * 600 > 10 * 365 * 86400, "restarts count as failures"
+    finally:
+        fleet.stop(0.0)
+
+
+@pytest.mark.parametrize("how", [503, 403])
+def test_the_pod_of_a_replaced_worker_is_deleted_even_if_that_fails_at_first(api: KubeApi, how: int) -> None:
+    fleet = launch(api)
+    try:
+        name = worker_of(api)
+        api.change("pods", name, status=RUNNING)
+        wait_until(lambda: fleet.status() == "")
+        api.fail("DELETE pods", how)
+        fleet.restart(0)
+        api.wait_until(lambda: [pod["metadata"]["name"] for pod in api.objects("pods")] == [f"{name}-again1"])
+        assert fleet.exits() == {}
+    finally:
+        fleet.stop(0.0)
+
+
+def test_close_does_not_repeat_what_it_has_no_right_to(api: KubeApi, caplog: pytest.LogCaptureFixture) -> None:
+    fleet = launch(api)
+    api.fail("DELETE jobs", 403)
+    fleet.stop(0.0)
+    assert api.requests.count("DELETE jobs") == 1
+    assert "could not remove everything from the cluster (DELETE jobs fails with 403)" in caplog.text
+
+
 def test_what_happened_before_a_watch_expired_is_seen(api: KubeApi) -> None:
     fleet = launch(api)
     try:

@@ -78,11 +78,16 @@ def pod_of(**settings: Any) -> dict[str, Any]:
     [
         ({"image": ""}, r"image must name an image"),
         ({"image": "my image"}, r"image must name an image"),
+        ({"image": "https://registry.example.org/rl:1"}, r'image must name an image, .* without "https://"'),
+        ({"image": "RL:1"}, r"image must name an image, .* in small letters .*got 'RL:1'"),
+        ({"image": "registry.example.org/Team/rl"}, r"image must name an image"),
         ({"cpus": 0}, r"cpus must be a number above 0, like 1 or 0\.5, got 0"),
         ({"cpus": "2"}, r"cpus must be a number"),
         ({"cpus": True}, r"cpus must be a number"),
         ({"memory": "512"}, r"memory must have a unit"),
         ({"memory": 4}, r"memory must have a unit"),
+        ({"memory": "0Gi"}, r"memory must have a unit .* and be more than 0, .*got '0Gi'"),
+        ({"memory": "0.0Mi"}, r"be more than 0"),
         ({"gpus": -1}, r"gpus must be an int of at least 0"),
         ({"gpus": 0.5}, r"gpus must be an int"),
         ({"lease_s": 1}, r"lease_s must be an int of at least 10"),
@@ -107,6 +112,8 @@ def pod_of(**settings: Any) -> dict[str, Any]:
         ({"tolerations": ["a b"]}, r"tolerations takes texts like"),
         ({"pod_template": "nowhere.yaml"}, r"nowhere\.yaml cannot be read"),
         ({"pod_template": ["spec"]}, r"pod_template must be a mapping"),
+        ({"pod_template": "spec:\n  runtimeClassName: gvisor\n"}, r"looks like YAML itself: write it to a file"),
+        ({"pod_template": "{spec: {runtimeClassName: gvisor}}"}, r"looks like YAML itself"),
         ({"pod_template": {"containers": []}}, r"holds 'containers', but a Pod has .* It belongs under `spec`"),
         ({"pod_template": {"kind": "Job"}}, r"must be of kind Pod, got 'Job'"),
         ({"pod_template": {"spec": "x"}}, r"`spec` must be a mapping"),
@@ -117,6 +124,21 @@ def pod_of(**settings: Any) -> dict[str, Any]:
 def test_a_wrong_setting_is_refused_where_it_is_written(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         KubernetesLauncher(**{"image": "rl:1", **settings})
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "rl",
+        "my_team/rl-train.v2:1.0-RC1",
+        "localhost:5000/rl",
+        "Registry.Example.org:5000/team/rl:Latest",
+        "registry.example.org/rl:1@sha256:" + "0a" * 32,
+        "[2001:db8::1]:5000/rl",
+    ],
+)
+def test_every_name_of_an_image_is_taken(image: str) -> None:
+    assert KubernetesLauncher(image=image).image == image
 
 
 def test_a_launcher_cannot_be_changed() -> None:
@@ -204,10 +226,10 @@ def test_every_object_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.Monke
                 assert (labels["clusterenv/name"], labels["clusterenv/user"]) == ("train-ppo-v2", "ada-l")
     script = tmp_path / "Train it!.py"
     script.touch()
-    *_, config, head = objects_of(launcher.render_head(script))
+    *rights, config, head = objects_of(launcher.render_head(script))
     assert list(config["data"]) == ["Train-it-.py"], "no other characters may be in a key"
     assert head["spec"]["template"]["spec"]["containers"][0]["command"] == ["python", "/clusterenv/Train-it-.py"]
-    for metadata in metadata_of(head):
+    for metadata in [each["metadata"] for each in (*rights, config)] + metadata_of(head):
         assert (metadata["labels"]["clusterenv/name"], metadata["labels"]["clusterenv/user"]) == ("train-it", "ada-l")
     assert {"name": "USER", "value": "ada-l"} in head["spec"]["template"]["spec"]["containers"][0]["env"]
 
@@ -216,6 +238,20 @@ def metadata_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """Return that of an object, and of the Pods it makes."""
     template = manifest.get("spec", {}).get("template")
     return [manifest["metadata"], *([template["metadata"]] if template else [])]
+
+
+def test_the_file_of_a_head_shares_nothing_with_that_of_another(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    launcher = KubernetesLauncher(**FULL)
+    first, second = (objects_of(launcher.render_head(script)) for _ in range(2))
+    names = [{(each["kind"], each["metadata"]["name"]) for each in objects} for objects in (first, second)]
+    assert names[0].isdisjoint(names[1])
+    account, role, binding, config, head = first
+    spec = head["spec"]["template"]["spec"]
+    assert spec["serviceAccountName"] == binding["subjects"][0]["name"] == account["metadata"]["name"]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert spec["volumes"][0]["configMap"]["name"] == config["metadata"]["name"]
 
 
 def test_an_indexed_job_mounts_the_ticket(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -253,6 +253,8 @@ def test_a_head_that_workers_cannot_reach_is_named(cluster: RayCluster) -> None:
         ({"cpus": "2"}, "must be a number"),
         ({"gpus": 1.5}, "must be whole"),
         ({"resources": {"CPU": 1}}, r"use RayLauncher\(cpus=\.\.\.\)"),
+        ({"resources": {"memory": 2**30}}, "resources may not have 'memory': Ray counts it itself"),
+        ({"resources": {"object_store_memory": 2**30}}, "may not have 'object_store_memory'"),
         ({"resources": {"room": float("nan")}}, "at least 0"),
         ({"resources": ["room"]}, "must be a mapping"),
         ({"runtime_env": {"pip": {1, 2}}}, "must be plain data"),

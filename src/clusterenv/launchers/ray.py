@@ -1,6 +1,6 @@
 """RayLauncher: workers are actors of a Ray cluster. Ray places and isolates them, the head supervises them.
 
-Ray itself is used by another process only, `ray_driver`: it may wait, and ends itself if its cluster is gone.
+Ray itself is used only in a separate process, `ray_driver`: Ray may block, and ends its process if the cluster is gone.
 """
 
 from __future__ import annotations
@@ -27,31 +27,36 @@ from clusterenv.launchers.follower import Follower
 from clusterenv.launchers.processes import WorkerLog, describe_exit, make_run_dir, uninterrupted, wait_for
 from clusterenv.wire.ticket import TICKET_VARIABLE, WORKER_VARIABLE, Ticket
 
-_END_S = 12.0  # What the driver needs to end workers that hang, and its connection.
+_END_S = 12.0  # How long the driver needs to kill hanging workers and to disconnect.
 _PLACEMENTS = ("SPREAD", "DEFAULT")
-_ADDRESS = re.compile(r"^(?!\w+://).+:\d+$")  # Not `ray://`: whoever needs that is outside, where no worker finds him.
-# Of Ray's own names for resources, those that have a field.
-_TAKEN = {"CPU": "cpus", "GPU": "gpus"}
+_ADDRESS = re.compile(r"^(?!\w+://).+:\d+$")  # Not `ray://`: that is for clients outside, where no worker reaches them.
+# Ray's own resources, and what to do instead.
+_TAKEN = {
+    "CPU": "use RayLauncher(cpus=...)",
+    "GPU": "use RayLauncher(gpus=...)",
+    "memory": "Ray counts it itself; let nodes with much of it declare a custom resource",
+    "object_store_memory": "Ray counts it itself, and workers use none",
+}
 
 RuntimeEnv = Mapping[str, str | Sequence[str] | Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayLauncher:
-    """Starts workers as actors of a Ray cluster, or of one on this machine if there is none.
+    """Starts workers as actors of a Ray cluster, or of a new one on this machine if there is none.
 
     Attributes:
-        cpus: For each worker: CPUs, as Ray counts them, and as many threads of BLAS, OpenMP and torch.
-        gpus: For each worker; a fraction lets several share one.
-        resources: For each worker, of those that the cluster's nodes were started with, e.g. `{"simulator": 1}`.
+        cpus: CPUs per worker, as Ray counts them, and as many BLAS, OpenMP and torch threads.
+        gpus: GPUs per worker; with a fraction, several workers share one.
+        resources: Custom resources per worker, as the cluster's nodes declare them, e.g. `{"simulator": 1}`.
         runtime_env: What Ray sets up where workers run, as in `ray.init`, e.g. `{"working_dir": ".", "pip": [...]}`.
         placement: "SPREAD" spreads workers over the nodes, "DEFAULT" fills one node after another.
         address: The cluster, as in `ray.init`: HOST:PORT of its head node. "auto" is $RAY_ADDRESS, as in a Ray job, or
-            the cluster that this machine is in, or else a new one on this machine; "local" is always that.
-        log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. Ray's own
-            logs have it, too. By default it is kept here only for error messages.
-        show_output: Whether what workers print also appears on this process's standard error, line by line, each with
-            `[worker <index>]` before it; of very much, only a part.
+            the cluster this machine belongs to, or else a new one on this machine; "local" is always a new one.
+        log_dir: Where to keep the workers' output: one directory per run, `run-<time>`, with one file per worker. Ray's
+            own logs hold it, too. By default output is kept here only for error messages.
+        show_output: Whether to also show the workers' output on this process's standard error, each line prefixed with
+            `[worker <index>]`; very large output is shown only in part.
     """
 
     cpus: float = 1
@@ -72,7 +77,7 @@ class RayLauncher:
             if amount > 1 and amount != int(amount):
                 raise ConfigError(f"RayLauncher.{name} must be whole if it is more than 1, got {amount!r}.")
         for name in _TAKEN.keys() & set(self.resources):
-            raise ConfigError(f"RayLauncher.resources may not have {name!r}: use RayLauncher({_TAKEN[name]}=...).")
+            raise ConfigError(f"RayLauncher.resources may not have {name!r}: {_TAKEN[name]}.")
         if self.placement not in _PLACEMENTS:
             raise ConfigError(f"RayLauncher.placement must be one of {_PLACEMENTS}, got {self.placement!r}.")
         _check_address("RayLauncher.address", str(self.address))
@@ -89,19 +94,19 @@ class RayLauncher:
 
     @property
     def queues(self) -> bool:
-        """Yes: an autoscaler may take minutes to bring a node."""
+        """Yes: an autoscaler may take minutes to add a node."""
         return True
 
     @property
     def route_to(self) -> str:
-        """The cluster's head node, if it is known before anybody asks there, else this machine."""
+        """The cluster's head node, if it is known without connecting to it, otherwise this machine."""
         return self._find_address()[0].rpartition(":")[0].strip("[]") or "127.0.0.1"
 
     def launch(self, ticket: Ticket, num_workers: int) -> RayFleet:
-        """Start connecting to the cluster and return at once.
+        """Start connecting to the cluster and return immediately.
 
         Raises:
-            LaunchError: There is no Ray for this Python, or a log cannot be written.
+            LaunchError: Ray is not installed for this Python, or a log cannot be written.
         """
         if importlib.util.find_spec("ray") is None:
             raise LaunchError(
@@ -112,7 +117,7 @@ class RayLauncher:
         return RayFleet(settings, num_workers, self.log_dir, shows_output=self.show_output)
 
     def render(self, num_workers: int) -> str:
-        """Show what is asked of Ray, and what each actor runs; the ticket is in its environment."""
+        """Show what is requested from Ray, and what each actor runs; the ticket is in its environment."""
         options = ", ".join(f"{name}={value!r}" for name, value in self._options().items())
         lines = [f"ray.init({self.address!r}, runtime_env={dict(self.runtime_env)!r})"]
         for worker_index in range(num_workers):
@@ -126,7 +131,7 @@ class RayLauncher:
         return max(1, int(self.cpus))
 
     def _find_address(self) -> tuple[str, bool]:
-        """Return which cluster is meant, and whether a new one on this machine does as well."""
+        """Return the cluster's address, and whether a new cluster on this machine will do instead."""
         if self.address != "auto":
             return self.address, False
         if address := _connected_to():
@@ -135,7 +140,7 @@ class RayLauncher:
         if address := os.environ.get("RAY_ADDRESS", ""):
             _check_address("$RAY_ADDRESS", address)
             return address, False
-        # Where Ray writes which cluster this machine is in. One that has not been stopped in order leaves it behind.
+        # Ray notes here which cluster this machine is in. A cluster that was not stopped cleanly leaves the file there.
         temporary = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
         with contextlib.suppress(OSError):
             return (temporary / "ray" / "ray_current_cluster").read_text().strip() or "auto", True
@@ -168,7 +173,7 @@ class RayLauncher:
             "labels": {f"clusterenv_{name}": value for name, value in labels.items()},
             "options": self._options(),
             "needs": {name: amount for name, amount in needs.items() if amount},
-            # As many as the workers need: such a cluster is theirs alone, and there is nobody to wait for.
+            # As many as the workers need: they have this cluster to themselves, so waiting for CPUs would be futile.
             "local": {"num_cpus": max(usable_cores(), math.ceil(self.cpus * num_workers)), "resources": local},
             "variables": {TICKET_VARIABLE: ticket.encode(), "PYTHONUNBUFFERED": "1"},
             "index_variable": WORKER_VARIABLE,
@@ -179,9 +184,9 @@ class RayLauncher:
 
 
 class RayFleet:
-    """The driver of Ray that this process has started, and what it has told of the workers."""
+    """The Ray driver process that this process has started, and what it has reported about the workers."""
 
-    ends_predecessors = False  # A node that is cut off cannot be asked.
+    ends_predecessors = False  # A node that is cut off cannot be told to.
 
     def __init__(
         self, settings: dict[str, Any], num_workers: int, log_dir: str | Path | None, *, shows_output: bool = False
@@ -189,13 +194,13 @@ class RayFleet:
         """Start the driver.
 
         Args:
-            settings: What it is told.
-            num_workers: How many workers it is to start.
-            log_dir: Where to keep what workers print. None: only for error messages.
-            shows_output: Whether to show it on this process's standard error.
+            settings: The driver's settings.
+            num_workers: How many workers the driver starts.
+            log_dir: Where to keep the workers' output. None: only for error messages.
+            shows_output: Whether to show the output on this process's standard error.
 
         Raises:
-            LaunchError: It cannot be started, or a log cannot be written.
+            LaunchError: The driver cannot be started, or a log cannot be written.
         """
         self._settings = settings
         self._num_workers = num_workers
@@ -205,7 +210,7 @@ class RayFleet:
         self._lines = b""
         self._hosts: dict[int, str] = {}
         self._ends: dict[int, str] = {}
-        self._runs = [0] * num_workers  # How often each was started: what is told of an earlier one comes too late.
+        self._runs = [0] * num_workers  # How often each was started: reports about earlier starts are stale.
         self._fatal = ""
         self._is_connected = False
         self._waits = ""
@@ -227,7 +232,7 @@ class RayFleet:
             raise
 
     def exits(self) -> dict[int, str]:
-        """Return how each worker that has ended, ended."""
+        """Return how each worker that is no longer running ended."""
         self._look()
         return dict(self._ends)
 
@@ -243,7 +248,7 @@ class RayFleet:
         return self._logs[worker_index].tail()
 
     def restart(self, worker_index: int) -> None:
-        """Have Ray place a worker once more; the actor that held it before is ended."""
+        """Have Ray place a worker again; its previous actor is killed."""
         self._look()
         self._ends.pop(worker_index, None)
         self._logs[worker_index].start_over()
@@ -257,12 +262,12 @@ class RayFleet:
             self._ends[worker_index] = f"could not be started: {error}"
 
     def stop(self, timeout_s: float) -> None:
-        """Wait this long for the workers to end on their own, then end them and the connection to Ray."""
+        """Wait this long for the workers to exit on their own, then kill them and disconnect from Ray."""
         if self._driver is not None:
             self._tell(stop=timeout_s)
             deadline = time.monotonic() + timeout_s + _END_S
             while not wait_for(self._driver, min(deadline, time.monotonic() + 0.05)) and time.monotonic() < deadline:
-                self._read()  # Or it waits for room to tell more.
+                self._read()  # Otherwise the driver may block on a full pipe.
             with uninterrupted():
                 self._end_driver()
         if self._follower is not None:
@@ -291,7 +296,7 @@ class RayFleet:
             self._start(worker_index)
 
     def _end_driver(self) -> None:
-        """Have done with the process that talks to Ray."""
+        """Kill the process that talks to Ray and close its pipes."""
         driver, self._driver = self._driver, None
         if driver is not None:
             driver.kill()
@@ -308,11 +313,11 @@ class RayFleet:
     def _tell(self, **wish: Any) -> None:
         assert self._driver is not None, "it runs"
         assert self._driver.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # It has ended; the next look finds out.
+        with contextlib.suppress(BrokenPipeError):  # The driver has ended; the next `_look` finds out.
             os.write(self._driver.stdin.fileno(), json.dumps(wish).encode() + b"\n")
 
     def _look(self) -> None:
-        """Take what the driver has told. If it has ended, so have all workers."""
+        """Read what the driver has reported. If the driver has ended, so have all workers."""
         if self._driver is None:
             return
         status = self._driver.poll()
@@ -371,17 +376,17 @@ def _check_address(what: str, address: str) -> None:
 
 
 def _connected_to() -> str:
-    """Return the address of the cluster that this very process is connected to, if it is."""
+    """Return the address of the cluster that this process is already connected to, or an empty string."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return ""
-    if ray.util.client.ray.is_connected():  # By Ray Client, which has no address of the cluster's own.
+    if ray.util.client.ray.is_connected():  # Through Ray Client, which does not know the cluster's own address.
         return "ray://..."
     return str(ray.get_runtime_context().gcs_address)
 
 
 def _own_path() -> list[str]:
-    """Return where this process finds modules that are not installed: nodes may share the file system."""
+    """Return the directories from which this process imports uninstalled modules: nodes may share the file system."""
     installed = (sys.prefix, sys.base_prefix)
     paths = [os.path.abspath(path or os.getcwd()) for path in sys.path]
     return [path for path in paths if not path.startswith(installed) and "site-packages" not in path]

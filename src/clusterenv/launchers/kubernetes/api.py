@@ -1,6 +1,6 @@
 """Api: requests to the API server, with the credentials and the connection of the official client.
 
-Objects stay what the server sends, mappings: no model of one version of Kubernetes stands between.
+Objects stay mappings, as the server sends them, independent of the models of any one version of Kubernetes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from clusterenv.launchers.kubernetes.manifest import RIGHTS
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
-_LOG_S = 1.5  # The API server asks the node for it, and goes on asking one that is cut off.
-_STREAM_S = 75.0  # More than a watch lasts: a connection that is dead without a word is noticed.
+_LOG_S = 1.5  # The API server asks the node for the log, and keeps asking one that is cut off.
+_STREAM_S = 75.0  # More than a watch lasts, so that a silently dead connection is noticed.
 _FORBIDDEN_TO = re.compile(r'cannot (\w+) resource "([\w/.-]+)"')
 RIGHTS_ADVICE = (
     "The Role that a head needs is in docs/how-to/kubernetes.md, and `clusterenv launch kubernetes --head` prints it; "
@@ -42,8 +42,8 @@ class Refusal(Exception):
 
     Attributes:
         status: The HTTP status; 0 if there was no answer.
-        is_quota: Whether there is no room for it in the namespace.
-        is_passing: Whether the same may succeed later.
+        is_quota: Whether the namespace's quota is exceeded.
+        is_passing: Whether the same request may succeed later.
     """
 
     def __init__(self, text: str, status: int = 0) -> None:
@@ -57,7 +57,7 @@ class Api:
     """One cluster and one namespace of it.
 
     Attributes:
-        namespace: Where everything is.
+        namespace: The namespace of all objects.
         pod_name: The Pod this process runs in, if it is in this namespace of this cluster.
     """
 
@@ -65,7 +65,7 @@ class Api:
         """Find the cluster and the credentials as kubectl does.
 
         Raises:
-            Refusal: There are none.
+            Refusal: There is no cluster, or no usable credentials.
         """
         self._context = context
         self._login_lock = threading.Lock()
@@ -84,7 +84,7 @@ class Api:
         """Return the server's answer.
 
         Raises:
-            Refusal: It is a refusal, or there is none.
+            Refusal: The server refuses, or does not answer.
         """
         with self._open(method, path, body, query, _ANSWER_S) as response:
             try:
@@ -94,10 +94,10 @@ class Api:
             return answer
 
     def create(self, kind: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Create an object, and return it as the server has it.
+        """Create an object, and return it as the server stores it.
 
         Raises:
-            Refusal: As in `request`, or there is no field of such a name; before 1.25, servers drop those in silence.
+            Refusal: As in `request`, or a field is unknown; before 1.25, servers silently drop unknown fields.
         """
         return self.request("POST", self.path(kind), manifest, fieldValidation="Strict")
 
@@ -114,7 +114,7 @@ class Api:
                 raise Refusal(f"{self._login.host} has broken off: {error}.") from error
 
     def follow(self, path: str, **query: str | int) -> Iterator[bytes]:
-        """Return a text as it comes, piece by piece, until the server ends it.
+        """Yield a text piece by piece as it arrives, until the server ends it.
 
         Raises:
             Refusal: As in `request`, or the connection broke.
@@ -125,8 +125,23 @@ class Api:
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 raise Refusal(f"{self._login.host} has broken off: {error}.") from error
 
+    def minor_version(self) -> int | None:
+        """Return the 20 of Kubernetes 1.20; None if the server does not say.
+
+        Raises:
+            Refusal: The server does not answer.
+        """
+        try:
+            answer = self.request("GET", "/version")
+        except Refusal as refusal:
+            if refusal.is_passing:
+                raise
+            return None
+        digits = re.match(r"\d+", str(answer.get("minor")))  # Providers write "20+".
+        return None if digits is None else int(digits[0])
+
     def missing_rights(self) -> list[str]:
-        """Return which of the rights that a head needs this one has not, e.g. "delete secrets"."""
+        """Return the rights that a head needs and this one lacks, e.g. "delete secrets"."""
         missing = []
         for (group, resource), verbs in RIGHTS.items():
             kind, _, sub = resource.partition("/")
@@ -164,7 +179,7 @@ class Api:
         raise Refusal(self._explain(response.status, text), response.status)
 
     def _log_in_again(self, refused: _Login) -> _Login:
-        """Return credentials that are no longer those that were refused, if the user has renewed them since."""
+        """Return new credentials in place of those that were refused, if the user has renewed them since."""
         with self._login_lock:
             if self._login is refused:
                 self._login = _log_in(self._context)[0]
@@ -191,7 +206,7 @@ class Api:
 
 
 class _Login:
-    """A cluster's address, and who we are there."""
+    """A cluster's address, and our credentials for it."""
 
     def __init__(self, settings: client.Configuration) -> None:
         self.host = settings.host.rstrip("/")
@@ -208,7 +223,7 @@ class _Login:
         query: Mapping[str, str | int],
         read_s: float | None,
     ) -> urllib3.BaseHTTPResponse:
-        """Send a request, and return the answer as it begins."""
+        """Send a request, and return the response as soon as it begins."""
         try:
             response: urllib3.BaseHTTPResponse = self._pool.request(
                 method,
@@ -227,7 +242,7 @@ class _Login:
         return response
 
     def _headers(self, method: str) -> dict[str, str]:
-        """Return what says who asks; credentials that have expired are renewed."""
+        """Return the headers with our credentials; expired ones are renewed."""
         headers = {
             "Accept": "application/json, */*",
             "Content-Type": _MERGE if method == "PATCH" else "application/json",
@@ -240,9 +255,9 @@ class _Login:
 
 
 def _log_in(context: str | None) -> tuple[_Login, str, bool]:
-    """Find the cluster and the credentials; returns our namespace, too, and whether this is a Pod there."""
+    """Find the cluster and the credentials; return our namespace, too, and whether this is a Pod there."""
     settings = client.Configuration()
-    # What a kubeconfig holds of keys and certificates is written to files: those may be found by others, or stay.
+    # Keys and certificates in a kubeconfig are written to files, which must not be left behind or found by others.
     with tempfile.TemporaryDirectory(prefix="clusterenv-") as directory:
         own, is_inside = _load(settings, context, directory)
         try:
@@ -252,7 +267,7 @@ def _log_in(context: str | None) -> tuple[_Login, str, bool]:
 
 
 def _load(settings: client.Configuration, context: str | None, directory: str) -> tuple[str, bool]:
-    """Fill in where the cluster is and who we are; returns our namespace, and whether this is a Pod there."""
+    """Fill in the cluster's address and our credentials; return our namespace, and whether this is a Pod there."""
     paths = [Path(path).expanduser() for path in (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)]
     try:
         if any(path.is_file() for path in paths):
@@ -272,7 +287,7 @@ def _load(settings: client.Configuration, context: str | None, directory: str) -
 
 
 def _read_certificates(settings: dict[str, Any]) -> None:
-    """Have connections use what is in the files now, so that the files may go."""
+    """Load the certificate files into an SSL context, so that the files may be deleted."""
     context = create_urllib3_context(cert_reqs=settings.get("cert_reqs"))
     authorities, certificate, key = (settings.pop(name, None) for name in ("ca_certs", "cert_file", "key_file"))
     if authorities:

@@ -1,4 +1,4 @@
-"""Calls to the API server in the background: one thread decides, others wait, and tell it through a queue."""
+"""Calls to the API server in the background: one thread decides, others wait, and report to it through a queue."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _AT_ONCE = 16  # Requests under way.
 
 
 class Background:
-    """What others than the thread that decides do.
+    """The work of all threads but the one that decides.
 
     Attributes:
-        num_changes: How many calls that change something are under way.
+        num_changes: How many calls that change something are pending.
     """
 
     def __init__(self) -> None:
@@ -28,22 +28,22 @@ class Background:
         self._pool = ThreadPoolExecutor(_AT_ONCE)
 
     def put(self, work: Callable[[], None]) -> None:
-        """Give the thread that decides something to do; any thread or signal handler may."""
+        """Give the thread that decides something to do; any thread or signal handler may call this."""
         self._inbox.put(work)
 
     def take(self, timeout_s: float) -> None:
-        """Do what was given, if anything is in this time: the thread that decides calls it, again and again."""
+        """Do the next thing given, if any within this time; the thread that decides calls this repeatedly."""
         with contextlib.suppress(queue.Empty):
             self._inbox.get(timeout=timeout_s)()
 
     def start(self, work: Callable[[], None]) -> threading.Thread:
-        """Do something in a thread of its own. Should it fail, so does the thread that decides."""
+        """Do something in a separate thread; if it fails, so does the thread that decides."""
         thread = threading.Thread(target=self._heard, args=(work,), daemon=True)
         thread.start()
         return thread
 
     def ask(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Make a call, and then go on with what it returned: it may be a refusal."""
+        """Make a call, and then continue with its result, which may be a refusal."""
 
         def work() -> None:
             result: Any
@@ -56,7 +56,7 @@ class Background:
         self._pool.submit(self._heard, work)
 
     def change(self, call: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Do the same with a call that changes something: all of these are waited for in the end."""
+        """Do the same with a call that changes something; these calls are waited for at the end."""
 
         def finish(result: Any) -> None:
             self.num_changes -= 1

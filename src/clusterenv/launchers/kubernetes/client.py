@@ -1,10 +1,10 @@
 """The head's Kubernetes client: `python -m clusterenv.launchers.kubernetes.client`, a process beside the head.
 
-It creates the Pods of a run, watches them, tells the head what becomes of them, and removes everything in the end. The
-head writes requests to its standard input and reads replies from its standard output (`messages`), so that
-it never waits for the network; and when the head is gone, however it ended, the input ends and everything is removed.
+It creates the Pods of a run, watches them, reports to the head what becomes of them, and removes everything at the end.
+The head writes requests to the client's standard input and reads replies from its standard output (`messages`), so that
+the head never waits for the network; when the head is gone, however it ended, the input ends and everything is removed.
 
-One thread decides. Others wait for the API server, and give it what to do next (`background`).
+One thread decides. Others wait for the API server, and give that thread what to do next (`background`).
 """
 
 from __future__ import annotations
@@ -47,36 +47,36 @@ from clusterenv.launchers.kubernetes.watch import watch_pods
 
 _TICK_S = 0.25
 _RETRY_S = 2.0
-_START_S = 20.0  # How long to go on trying to create a Pod that the cluster does not take, at the start
+_START_S = 20.0  # How long to keep trying to create a Pod that the cluster refuses, at the start
 _GIVE_UP_S = 60.0  # and later.
 _FAILING_S = 20.0  # How long an image may fail to be pulled.
-_LOOK_S = 5.0  # How often to look what a Pod that does not start waits for.
-_HASTY_S = 1  # The grace of a worker that hangs, and is replaced.
-_GRACE_S = 2  # That of one that is to leave; a kubelet gives no less.
-_GONE_S = 6.0  # How long to wait until Pods that were deleted are gone.
-_FORCED_S = 3.0  # And after that, for those of nodes that do not answer.
-_INSIST_S = 12.0  # How long to go on trying to remove the anchor while the head waits for that.
-_LATE_S = 5.0  # How long after its grace a Pod that was deleted counts as gone: its node does not answer.
-_RENEWALS = 4  # How often the anchor's deadline is moved on before it can pass,
-_ATTEMPTS = 40  # and how often that is tried if it does not succeed.
+_LOOK_S = 5.0  # How often to check what a Pod that does not start waits for.
+_HASTY_S = 1  # The grace period of a worker that hangs and is replaced.
+_GRACE_S = 2  # The grace period at the end of the run; a kubelet gives no less.
+_GONE_S = 6.0  # How long to wait until deleted Pods are gone.
+_FORCED_S = 3.0  # And after that, for those on nodes that do not answer.
+_INSIST_S = 12.0  # How long to keep trying to remove the anchor while the head waits.
+_LATE_S = 5.0  # How long after its grace period a deleted Pod counts as gone: its node does not answer.
+_RENEWALS = 4  # How often the anchor's deadline is extended before it can pass,
+_ATTEMPTS = 40  # and how often that is tried if it fails.
 
 
 @dataclass
 class _Seat:
-    """The place of one worker, and the Pod that has it.
+    """One worker's Pod, and what is known about it.
 
     Attributes:
-        incarnation: How often it was started again.
-        pod: As last seen.
-        created_at: When it was known that the cluster has the Pod; None until then.
-        state: What the head was last told.
-        create_at: When to try (again) to create it.
+        incarnation: How often the worker was restarted.
+        pod: The Pod as last seen.
+        created_at: When the cluster was known to have the Pod; None until then.
+        state: The state last reported to the head.
+        create_at: When to try (again) to create the Pod.
         give_up_at: When to stop trying.
-        failing_since: Since when it has been failing to start.
-        deleted_at: When somebody was first seen to have deleted it.
+        failing_since: Since when the Pod has been failing to start.
+        deleted_at: When the Pod was first seen to have been deleted.
         look_at: When to ask for events next.
-        is_ending: Whether it has ended, and it is being asked why.
-        avoided_node: Where its predecessor was not seen to end.
+        is_ending: Whether the worker has ended, and the cluster is being asked why.
+        avoided_node: The node where the worker's predecessor was not seen to end.
     """
 
     index: int
@@ -103,6 +103,7 @@ class _Client:
         self._background = Background()
         self._seats = [_Seat(index) for index in range(len(plan.pods))]
         self._names: dict[str, _Seat | None] = {}  # Of all Pods that are, or may be, there; the anchor's has no seat.
+        self._delete_at: dict[str, float] = {}  # When to try again to delete a replaced worker's Pod.
         self._followers: dict[str, threading.Thread] = {}
         self._anchor = Anchor(api, plan)
         self._renew_at = float("inf")
@@ -114,13 +115,13 @@ class _Client:
         self._insist_s = _INSIST_S
         self._steps = self._remove()
         self._is_done = False
-        if plan.takeover is not None:  # Before anybody is to be replaced: the head may ask for that at once.
+        if plan.takeover is not None:  # Before any request: the head may ask for a restart immediately.
             for seat in self._seats:
                 seat.incarnation, seat.created_at = plan.takeover.incarnations[seat.index], time.monotonic()
                 self._names[self._name_of(seat)] = seat
 
     def run(self) -> None:
-        """Do all there is to do."""
+        """Run until everything is removed."""
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: self._background.put(partial(self._stop, 0.0)))
         self._background.start(self._listen)
@@ -130,13 +131,13 @@ class _Client:
             self._tick(time.monotonic())
 
     def _listen(self) -> None:
-        """Read what the head wants, until it is gone."""
+        """Read the head's requests, until it is gone."""
         for line in self._requests:
             self._background.put(partial(self._take, line))
         self._background.put(self._note_head_gone)
 
     def _note_head_gone(self) -> None:
-        """Remove everything, and take the time that Kubernetes would take to do so by itself."""
+        """Remove everything, trying for as long as Kubernetes would take to do so itself."""
         self._insist_s = self._plan.lease_s
         self._stop(0.0)
 
@@ -151,7 +152,7 @@ class _Client:
             self._background.ask(partial(fetch_tail, self._api, seat.pod), partial(self._tell_tail, seat.index))
 
     def _prepare(self) -> None:
-        """Create what the Pods need; for a successor that is there already."""
+        """Create what the Pods need; after a takeover it is there already."""
         if self._plan.takeover is not None:
             return
         try:
@@ -159,7 +160,7 @@ class _Client:
         except Refusal as refusal:
             if refusal.status not in (403, 404):
                 raise
-            missing = []  # Who may not even ask learns it as he goes.
+            missing = []  # We may not even ask about rights: missing ones will show later.
         if missing:
             raise Refusal(
                 f"You lack rights in namespace {self._api.namespace}: you may not {', '.join(missing)}. "
@@ -205,7 +206,7 @@ class _Client:
 
     def _create_pod(self, manifest: dict[str, Any], name: str) -> None:
         if self._has_started:
-            self._anchor.renew()  # Or what it owns would be removed at once.
+            self._anchor.renew()  # Otherwise what it owns could be removed immediately.
         metadata = manifest["metadata"] | {"name": name, "ownerReferences": self._anchor.references}
         try:
             self._api.create("pods", manifest | {"metadata": metadata})
@@ -242,7 +243,7 @@ class _Client:
         if seat.pod is not None and seat.state.kind == "running":  # It hangs, or its node is dead or cut off.
             new.avoided_node = seat.pod["spec"].get("nodeName")
         self._seats[seat.index] = new
-        seat.incarnation = -1  # Whatever is under way for it is for nobody.
+        seat.incarnation = -1  # Results of pending calls for it are ignored.
         self._create(new)
 
     def _delete(self, name: str, grace_s: int) -> None:
@@ -252,8 +253,12 @@ class _Client:
         self._api.request("DELETE", self._api.path("pods", name), {"gracePeriodSeconds": grace_s})
 
     def _note_deleted(self, name: str, refusal: Refusal | None) -> None:
-        if refusal is not None and refusal.status == 404:
+        if refusal is None:
+            return
+        if refusal.status == 404:
             self._names.pop(name, None)
+        else:
+            self._delete_at[name] = time.monotonic() + _RETRY_S
 
     def _note_list(self, pods: list[dict[str, Any]], asked_at: float) -> None:
         self._background.put(partial(self._note_all, pods, asked_at))
@@ -262,7 +267,7 @@ class _Client:
         self._background.put(partial(self._note_pod, pod, is_gone))
 
     def _note_all(self, pods: list[dict[str, Any]], asked_at: float) -> None:
-        """Take a list of all Pods: those that were there when it was asked for, and are not in it, are gone."""
+        """Take a list of all Pods: those that existed when it was requested, but are not in it, are gone."""
         present = {pod["metadata"]["name"] for pod in pods}
         for name, seat in list(self._names.items()):
             if name in present:
@@ -316,7 +321,7 @@ class _Client:
             self._tell(seat, state)
 
     def _end(self, seat: _Seat, state: PodState) -> None:
-        """Tell that a worker has ended, once it is known what it said and what Kubernetes says."""
+        """Report that a worker has ended, once its log and events are known."""
         seat.is_ending = True
         self._background.ask(partial(fetch_tail, self._api, seat.pod), partial(self._tell_end, seat, state))
 
@@ -345,10 +350,10 @@ class _Client:
         _say(Tail(worker_index, str(fetched) if isinstance(fetched, Refusal) else fetched[0]))
 
     def _follow(self, pod: dict[str, Any]) -> None:
-        """Keep what a worker prints, if it is to be kept."""
+        """Keep a worker's output, if there is a log directory."""
         name, worker_index = pod["metadata"]["name"], int(pod["metadata"]["labels"][WORKER_LABEL])
         if self._is_inherited(self._seats[worker_index]):
-            return  # How much of it was kept, only the predecessor knew.
+            return  # Only the previous client knew how much of it was kept.
         if self._plan.log_dir is None or name in self._followers:
             return
         file = Path(self._plan.log_dir) / f"worker-{worker_index}.log"
@@ -364,6 +369,9 @@ class _Client:
         if now >= self._renew_at:
             self._renew_at = now + self._plan.lease_s / _RENEWALS
             self._background.change(self._anchor.renew, self._note_renewed)
+        for name in [name for name, due_at in self._delete_at.items() if now >= due_at]:
+            del self._delete_at[name]
+            self._delete(name, _HASTY_S)
         for seat in self._seats:
             if seat.create_at is not None and now >= seat.create_at:
                 self._create(seat)
@@ -384,7 +392,7 @@ class _Client:
             )
 
     def _look_at(self, seat: _Seat, pod: dict[str, Any], now: float) -> None:
-        """See whether a Pod has been in the same state for too long."""
+        """Check whether a Pod has been in the same state for too long."""
         if seat.failing_since is not None and now - seat.failing_since > _FAILING_S:
             self._end(seat, PodState("ended", f"could not be started: {seat.state.text}"))
         elif seat.deleted_at is not None:
@@ -397,7 +405,7 @@ class _Client:
             self._background.ask(partial(fetch_events, self._api, pod), partial(self._note_events, seat))
 
     def _note_events(self, seat: _Seat, events: list[dict[str, Any]] | Refusal) -> None:
-        """Say what a Pod that has a node and does not run waits for: its image, or a volume."""
+        """Report what a Pod that has a node but does not run is waiting for: its image, or a volume."""
         is_waiting = seat.state.kind == "waiting" and not seat.is_ending and not seat.state.is_failing
         if (
             is_waiting
@@ -412,10 +420,10 @@ class _Client:
         self._stop_at = stop_at if self._stop_at is None else min(self._stop_at, stop_at)
 
     def _remove(self) -> Any:
-        """Remove everything, step by step; yields when there is something to wait for."""
+        """Remove everything, step by step; yield whenever there is something to wait for."""
         while any(seat.state.kind == "running" for seat in self._seats) and time.monotonic() < (self._stop_at or 0.0):
             yield
-        yield from self._await_answers()  # What is being created just now can be deleted then.
+        yield from self._await_answers()  # Objects that are just being created can be deleted only afterwards.
         if not self._anchor.may_exist and not self._background.num_changes:
             self._finish("")
             return
@@ -424,17 +432,18 @@ class _Client:
         while True:
             self._background.change(self._anchor.delete, answers.append)
             yield from self._await_answers()
-            if None in answers or time.monotonic() - began_at > self._insist_s:
+            is_settled = any(each is None or not (each.is_passing or each.status == 401) for each in answers)
+            if is_settled or time.monotonic() - began_at > self._insist_s:  # After a 401, somebody may log in again.
                 break
             yield from self._pause(_RETRY_S)
         failures = [] if None in answers else [str(answers[-1]) if answers else "the cluster does not answer"]
-        # From here on, should this process be killed, the rest is done by Kubernetes.
+        # From here on, if this process is killed, Kubernetes does the rest.
         for name in self._names:
             self._delete(name, _GRACE_S)
         secret = self._api.path("secrets", self._plan.secret["metadata"]["name"])
         self._background.change(partial(self._api.request, "DELETE", secret), partial(_collect, failures))
         yield from self._await_gone(_GRACE_S + _GONE_S)
-        for name in self._names:  # Of nodes that do not answer; when they do, they find that they have no such Pod.
+        for name in self._names:  # On nodes that do not answer; when they do, they will end these Pods.
             self._delete(name, 0)
         yield from self._await_gone(_FORCED_S)
         for follower in self._followers.values():
@@ -463,7 +472,7 @@ class _Client:
 
 
 def _elsewhere(manifest: dict[str, Any], node: str | None) -> dict[str, Any]:
-    """Return a Pod that had better not be on a certain node."""
+    """Return a Pod's manifest with a preference against a node."""
     if node is None:
         return manifest
     away = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": [node]}

@@ -1,4 +1,4 @@
-"""KubernetesFleet: the Pods of a run, as the client beside the head tells of them."""
+"""KubernetesFleet: the Pods of a run, as reported by the client process beside the head."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from clusterenv.launchers.processes import WorkerLog, describe_exit, make_run_di
 log = logging.getLogger(__name__)
 
 _START_S = 60.0
-_TAIL_S = 2.5  # Errors had better come without a log than late: its node may be cut off.
-_REMOVE_S = 40.0  # More than the client needs to remove everything, also of nodes that do not answer.
-_MAX_CLIENTS = 5  # That die one after the other,
-_SOON_S = 60.0  # in so short a time: the next one would, too.
+_TAIL_S = 2.5  # Better an error without a log than a late one: the Pod's node may be cut off.
+_REMOVE_S = 40.0  # More than the client needs to remove everything, even from nodes that do not answer.
+_MAX_CLIENTS = 5  # If this many clients die
+_SOON_S = 60.0  # within this time, the next one would, too.
 _MAX_TEXTS = 3
 _READ_BYTES = 1 << 16
 
@@ -51,15 +51,15 @@ _READ_BYTES = 1 << 16
 class KubernetesFleet:
     """Workers that are Pods."""
 
-    ends_predecessors = False  # A node that is cut off cannot be asked.
+    ends_predecessors = False  # A node that is cut off cannot be told to.
 
     def __init__(self, plan: Plan, log_dir: str | Path | None, *, shows_output: bool = False) -> None:
         """Have the Pods created.
 
         Args:
             plan: What to run.
-            log_dir: Where to keep what workers print. None: only for error messages.
-            shows_output: Whether to show it on this process's standard error.
+            log_dir: Where to keep the workers' output. None: only for error messages.
+            shows_output: Whether to show the output on this process's standard error.
 
         Raises:
             LaunchError: The cluster refuses, in its own words, or there is none; or logs cannot be written.
@@ -95,7 +95,7 @@ class KubernetesFleet:
             raise
 
     def exits(self) -> dict[int, str]:
-        """Return how each worker that has ended, ended, and what Kubernetes says about it."""
+        """Return how each worker that is no longer running ended, and what Kubernetes says about it."""
         self._look()
         return {index: report.text for index, report in sorted(self._reports.items()) if report.kind == "ended"}
 
@@ -138,7 +138,7 @@ class KubernetesFleet:
             self._send(Restart(worker_index))
 
     def stop(self, timeout_s: float) -> None:
-        """Wait this long for the workers to end on their own, then have everything removed."""
+        """Wait this long for the workers to exit on their own, then have everything removed."""
         if self._client is not None:
             self._stop_client(timeout_s)
         if self._follower is not None:
@@ -147,7 +147,7 @@ class KubernetesFleet:
             shutil.rmtree(self._remove_at_end, ignore_errors=True)
 
     def _keep_logs(self, run_dir: Path, shows_output: bool) -> None:
-        """Have the client keep what workers print in a directory, and have that shown if it should be."""
+        """Have the client keep the workers' output in a directory, and show it if requested."""
         logs: list[WorkerLog] = []
         try:
             for worker_index in range(self._num_workers):
@@ -163,7 +163,7 @@ class KubernetesFleet:
         assert self._client is not None, "it runs"
         self._is_stopping = True
         self._have_removed(timeout_s)
-        if self._client.has_ended and self._left is None and not self._refusal:  # It died before it was through.
+        if self._client.has_ended and self._left is None and not self._refusal:  # It died before it was done.
             self._replace_client()
             self._have_removed(0.0)
         if self._left is None or self._left:
@@ -181,7 +181,7 @@ class KubernetesFleet:
         self._await(lambda: self._left is not None, timeout_s + _REMOVE_S)
 
     def _look(self) -> None:
-        """Note what the client has told. Never waits."""
+        """Note what the client has reported, without waiting."""
         if self._client is None:
             return
         for reply in self._client.replies():
@@ -206,11 +206,11 @@ class KubernetesFleet:
             self._anchor_uid = reply.anchor_uid
         elif isinstance(reply, Refused):
             self._refusal = reply.reason
-        elif isinstance(reply, Stopped) and (self._is_stopping or not self._anchor_uid):  # Else a successor goes on.
+        elif isinstance(reply, Stopped) and (self._is_stopping or not self._anchor_uid):  # Else a successor continues.
             self._left = reply.left
 
     def _replace_client(self) -> None:
-        """Start another client, which finds the Pods as they are: they do not depend on it."""
+        """Start another client, which takes over the Pods: they do not depend on the client."""
         assert self._client is not None, "it has ended"
         log.warning("%s; another takes over", self._describe_client())
         with uninterrupted():
@@ -220,14 +220,14 @@ class KubernetesFleet:
             self._client = _Client(msgspec.structs.replace(self._plan, takeover=takeover))
 
     def _give_up(self) -> None:
-        """Note that nobody can start the workers any more that are waited for."""
+        """Note that the missing workers can no longer be started."""
         for worker_index, incarnation in enumerate(self._incarnations):
             if worker_index not in self._reports:
                 text = f"could not be started: {self._refusal or self._describe_client()}"
                 self._reports[worker_index] = Report(worker_index, incarnation, "ended", text)
 
     def _await(self, is_true: Callable[[], bool], timeout_s: float) -> None:
-        """Listen to the client until something is true, it ends, or time is up."""
+        """Listen to the client until a condition holds, the client ends, or time is up."""
         deadline = time.monotonic() + timeout_s
         self._look()
         while not is_true() and self._client is not None and not self._client.has_ended:
@@ -271,11 +271,11 @@ class _Client:
         self._send(encode(plan))
 
     def send(self, request: Request) -> None:
-        """Ask for something. The pipe holds a thousand requests, and the client always reads."""
+        """Send a request; this does not block, as the pipe holds a thousand requests and the client always reads."""
         self._send(encode(request))
 
     def replies(self) -> list[Reply]:
-        """Return what it has said since. Never waits."""
+        """Return the client's new replies, without waiting."""
         lines: list[bytes] = []
         while not self.has_ended:
             try:
@@ -288,13 +288,13 @@ class _Client:
         return [decode_reply(line) for line in lines]
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it says something, or time is up."""
+        """Wait until the client sends something, or time is up."""
         poll = select.poll()
         poll.register(self._stdout, select.POLLIN)
         poll.poll(timeout_s * 1000)
 
     def describe(self) -> str:
-        """Say how it is doing."""
+        """Describe the state of the client."""
         if not self.has_ended:
             return "The cluster has not answered in time"
         wait_for(self._process, time.monotonic() + 1.0)
@@ -302,7 +302,7 @@ class _Client:
         return f"the Kubernetes client {how}: {self._errors.tail()}".rstrip(": ")
 
     def close(self) -> None:
-        """End it; what it has not removed by now, Kubernetes does."""
+        """End the client; Kubernetes removes what the client has not removed by now."""
         with contextlib.suppress(OSError):
             self._stdin.close()
         if not wait_for(self._process, time.monotonic() + 1.0):
@@ -312,13 +312,13 @@ class _Client:
         self._errors.close()
 
     def _send(self, line: bytes) -> None:
-        with uninterrupted(), contextlib.suppress(OSError):  # If it has ended, that is seen elsewhere.
+        with uninterrupted(), contextlib.suppress(OSError):  # If the client has ended, that is noticed elsewhere.
             self._stdin.write(line)
             self._stdin.flush()
 
 
 def _list(indices: list[int]) -> str:
-    """Write numbers as people do: "2, 3, 5 to 9"."""
+    """Format numbers as people write them: "2, 3, 5 to 9"."""
     groups: list[list[int]] = []
     for index in indices:
         if groups and index == groups[-1][-1] + 1:

@@ -1,7 +1,7 @@
 """KubernetesLauncher: every worker is a Pod, created and watched by the head.
 
-Nothing here talks to a cluster: that is done by a process beside the head (`client`), so that the head never
-waits for the network, and what it started is removed even if it is killed.
+Nothing here talks to a cluster: a separate process beside the head does (`client`), so that the head never waits for
+the network, and everything it started is removed even if the head is killed.
 """
 
 from __future__ import annotations
@@ -28,48 +28,52 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _DOTTED_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
-_MEMORY = re.compile(r"\d+(\.\d+)?(Ki|Mi|Gi|Ti|k|M|G|T)")
+_MEMORY = re.compile(r"(?=.*[1-9])\d+(\.\d+)?(Ki|Mi|Gi|Ti|k|M|G|T)")
+_REGISTRY = r"[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+(:\d+)?|[A-Za-z0-9-]+:\d+|\[[0-9A-Fa-f:]+\](:\d+)?"
+_IMAGE = re.compile(
+    rf"(({_REGISTRY})/)?[a-z0-9]+([._/-]+[a-z0-9]+)*(:\w[\w.-]*)?(@[A-Za-z0-9.+_-]+:[0-9A-Fa-f]+)?", re.ASCII
+)
+_YAML_TEXT = re.compile(r"\n|:\s|^\s*\{")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TOLERATION = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^:\s]*))?(:(?P<effect>\w+))?")
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 _TOLERATION_KEYS = {"key", "operator", "value", "effect", "tolerationSeconds"}
 _TEMPLATE_KEYS = {"apiVersion", "kind", "metadata", "spec"}
 _METADATA_KEYS = {"labels", "annotations"}
-_OTHERS_METADATA_KEYS = {"name", "generateName", "namespace", "creationTimestamp"}  # Of a Pod that is none of ours.
+_OTHERS_METADATA_KEYS = {"name", "generateName", "namespace", "creationTimestamp"}  # From another Pod; ignored.
 
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesLauncher:
     """Starts workers as Pods, one each, in the cluster that `kubectl` talks to or that the head itself runs in.
 
-    Workers dial the head: it runs in a Pod, or where Pods can reach it. All that is created belongs to one Job, which
-    the head keeps alive; whatever ends the head, its Pods and its Secret go.
+    Workers connect to the head, so it must run in a Pod or where Pods can reach it. All created objects belong to one
+    Job, which the head keeps alive; whatever ends the head, its Pods and its Secret are removed.
 
     Attributes:
-        image: A container image with Python and the same clusterenv as here.
-        namespace: Where to create them. By default that of the context, or of the Pod that the head is in.
-        cpus: For each worker: the CPUs it is scheduled by, also a part of one, and as many threads of BLAS, OpenMP and
-            torch.
-        memory: For each worker, with a unit: "1Gi". One that uses more is killed.
-        gpus: For each worker, of NVIDIA's; others are named in `pod_template`.
+        image: A container image with Python and the same clusterenv version as on the head.
+        namespace: Where to create the objects. By default that of the context, or of the Pod the head runs in.
+        cpus: CPUs requested per worker, possibly a fraction, and as many BLAS, OpenMP and torch threads.
+        memory: Memory per worker, with a unit: "1Gi". A worker that uses more is killed.
+        gpus: NVIDIA GPUs per worker; request others in `pod_template`.
         env: Environment variables for the workers, and for a head that is started with `render_head`.
-        labels: More labels for the Pods, such as a queue's.
+        labels: Further labels for the Pods, such as a queue's.
         node_selector: Labels of nodes that workers may run on.
-        tolerations: Taints of nodes that workers may run on all the same, as `kubectl taint` writes them:
-            "spot=true:NoSchedule"; or as in a manifest.
-        service_account: The workers' own. By default they have no access to the cluster.
+        tolerations: Node taints that workers tolerate, as `kubectl taint` writes them: "spot=true:NoSchedule"; or as in
+            a manifest.
+        service_account: The workers' service account. By default they have no access to the cluster.
         image_pull_secrets: Names of Secrets with the registry's credentials.
         priority_class: The name of a PriorityClass.
-        pod_template: A Pod as a mapping, or the path of a YAML file: whatever no field names. What is named here and
-            there is as here; the container is called "worker".
-        context: Of the kubeconfig. By default its current one.
+        pod_template: A Pod as a mapping, or the path of a YAML file, for settings that have no field here. Fields of
+            this launcher take precedence; the container is called "worker".
+        context: A context of the kubeconfig. By default the current one.
         python: The command for Python in the image.
-        log_dir: Where to keep what workers print: in a directory per run, `run-<time>`, a file per worker. By default
-            it is read from the cluster for error messages only.
-        show_output: Whether what workers print also appears on this process's standard error, line by line, each with
-            `[worker <index>]` before it; of very much, only a part.
-        lease_s: How long Pods and Secret stay at most if the head's machine is lost. If only the head is killed they
-            are removed at once.
+        log_dir: Where to keep the workers' output: one directory per run, `run-<time>`, with one file per worker. By
+            default output is read from the cluster for error messages only.
+        show_output: Whether to also show the workers' output on this process's standard error, each line prefixed with
+            `[worker <index>]`; very large output is shown only in part.
+        lease_s: How long Pods and Secret remain at most if the head's machine is lost; up to twice that before
+            Kubernetes 1.25. If only the head is killed, they are removed immediately.
     """
 
     image: str
@@ -111,19 +115,19 @@ class KubernetesLauncher:
 
     @property
     def route_to(self) -> str | None:
-        """The API server, as it is known here: Pods are likely to be in the same network.
+        """The API server's host: Pods are likely to be in the same network.
 
-        Where that is a port of this machine (kind, minikube, a tunnel), any other machine. None if there is no cluster:
-        `launch` says so.
+        If that is this machine (kind, minikube, a tunnel), a stand-in for any other machine. None if there is no
+        cluster: `launch` then raises.
         """
         host = _read_context(self.context)[0] or os.environ.get("KUBERNETES_SERVICE_HOST")
         return ELSEWHERE if host is not None and _is_loopback(host) else host
 
     def launch(self, ticket: Ticket, num_workers: int) -> KubernetesFleet:
-        """Create the Pods; returns when the cluster has taken them.
+        """Create the Pods; return when the cluster has accepted them.
 
         Raises:
-            LaunchError: There is no cluster, it refuses, or the client for it is not installed.
+            LaunchError: There is no cluster, it refuses, or its Python client is not installed.
         """
         if importlib.util.find_spec("kubernetes") is None:
             raise LaunchError(
@@ -144,15 +148,15 @@ class KubernetesLauncher:
         return KubernetesFleet(plan, self.log_dir, shows_output=self.show_output)
 
     def render(self, num_workers: int) -> str:
-        """Show the objects as YAML, with "run" for what is drawn at random, and without the ticket."""
+        """Show the objects as YAML, with "run" in place of the random id, and without the ticket."""
         manifests = self._manifests("run")
         objects = [manifests.anchor(self.lease_s), manifests.secret(None)]
         return dump(*objects, *(manifests.pod(worker_index) for worker_index in range(num_workers)))
 
     def render_indexed_job(self, num_workers: int, ticket: Ticket | None = None) -> str:
-        """Show an Indexed Job of workers, and the Secret with their ticket, as YAML for `kubectl apply`.
+        """Return an Indexed Job of workers, and the Secret with their ticket, as YAML for `kubectl apply`.
 
-        For heads that may not create Pods: they wait with a `ByHandLauncher`.
+        This is for heads that may not create Pods: they use a `ByHandLauncher`.
         """
         manifests = self._manifests("run" if ticket is None else secrets.token_hex(4))
         return dump(
@@ -161,7 +165,7 @@ class KubernetesLauncher:
         )
 
     def render_head(self, script: str | Path) -> str:
-        """Show a Job that runs a script as a head in the cluster, with the rights it needs, as YAML.
+        """Return a Job that runs a script as a head in the cluster, with the permissions it needs, as YAML.
 
         Raises:
             ConfigError: The script cannot be read, or is too long for a ConfigMap.
@@ -199,13 +203,15 @@ class KubernetesLauncher:
                 raise ConfigError(f"KubernetesLauncher.{name} must be an int of at least {least}, got {value!r}.")
         if not isinstance(self.memory, str) or not _MEMORY.fullmatch(self.memory):
             raise ConfigError(
-                f'KubernetesLauncher.memory must have a unit (Ki, Mi, Gi, Ti), like "1Gi", got {self.memory!r}.'
+                'KubernetesLauncher.memory must have a unit (Ki, Mi, Gi, Ti) and be more than 0, like "1Gi", got '
+                f"{self.memory!r}."
             )
 
     def _check_names(self) -> None:
-        if not isinstance(self.image, str) or not self.image or re.search(r"\s", self.image):
+        if not isinstance(self.image, str) or not _IMAGE.fullmatch(self.image):
             raise ConfigError(
-                f'KubernetesLauncher.image must name an image, like "registry.example.org/rl:1", got {self.image!r}.'
+                'KubernetesLauncher.image must name an image, like "registry.example.org/rl:1", without "https://" '
+                f"and in small letters except for the registry and the tag; got {self.image!r}."
             )
         if not isinstance(self.python, str) or not self.python or re.search(r"\s", self.python):
             raise ConfigError(f"KubernetesLauncher.python must be one command, without options, got {self.python!r}.")
@@ -261,7 +267,15 @@ class KubernetesLauncher:
             return {}
         where = "KubernetesLauncher.pod_template"
         if isinstance(template, str | Path):
-            template, where = load(Path(template)), f"{where} ({template})"
+            try:
+                template, where = load(Path(template)), f"{where} ({template})"
+            except ConfigError as error:
+                if not _YAML_TEXT.search(str(template)):
+                    raise
+                raise ConfigError(
+                    f"{where} must be a mapping or the path of a YAML file, and this looks like YAML itself: write it "
+                    "to a file, or pass what `yaml.safe_load` makes of it."
+                ) from error
         if not isinstance(template, Mapping):
             raise ConfigError(f"{where} must be a mapping with `metadata` and `spec`, as in a manifest of a Pod.")
         if strange := sorted(map(str, set(template) - _TEMPLATE_KEYS)):
@@ -281,7 +295,7 @@ class KubernetesLauncher:
 
 
 def _read_toleration(toleration: Any) -> dict[str, Any]:
-    """Return a toleration as in a manifest, from one or from the words of `kubectl taint`."""
+    """Return a toleration as in a manifest, given one or the notation of `kubectl taint`."""
     if isinstance(toleration, str) and (match := _TOLERATION.fullmatch(toleration)):
         read: dict[str, Any] = {"key": match["key"]}
         read |= {"operator": "Exists"} if match["value"] is None else {"operator": "Equal", "value": match["value"]}
@@ -302,9 +316,9 @@ def _read_toleration(toleration: Any) -> dict[str, Any]:
 
 
 def _read_context(context: str | None) -> tuple[str | None, str | None]:
-    """Return the API server's host and the namespace by the kubeconfig, where it says so.
+    """Return the API server's host and the namespace from the kubeconfig, if it names them.
 
-    What is wrong with it, the client will say.
+    Mistakes in the kubeconfig are left for the client to report.
     """
     paths = os.environ.get("KUBECONFIG") or "~/.kube/config"
     configs = []
@@ -323,7 +337,7 @@ def _read_context(context: str | None) -> tuple[str | None, str | None]:
 
 
 def _find(configs: Sequence[Any], kind: str, name: str) -> Any:
-    """Return an entry of the first of several kubeconfigs that has it."""
+    """Return an entry from the first kubeconfig that has it."""
     return next(entry for config in configs for entry in config.get(kind) or () if entry["name"] == name)
 
 

@@ -23,7 +23,7 @@ NAME_LABEL = "clusterenv/name"
 USER_LABEL = "clusterenv/user"
 CONTAINER = "worker"
 
-# All that a head does in its namespace. The client checks these before it begins; docs/how-to/kubernetes.md shows them.
+# Everything a head does in its namespace. The client checks these rights first; docs/how-to/kubernetes.md shows them.
 RIGHTS: dict[tuple[str, str], tuple[str, ...]] = {
     ("", "pods"): ("create", "list", "watch", "delete"),
     ("", "pods/log"): ("get",),
@@ -36,20 +36,20 @@ _TICKET_KEY = "ticket"
 _NO_TICKET = "THE-TICKET-OF-THE-RUN"
 _TICKET_DIR = "/etc/clusterenv"
 _SCRIPT_DIR = "/clusterenv"
-_HEAD = "clusterenv-head"
 _HEAD_KEPT_S = 86400  # A head's Pod holds its log.
+_HEAD_GRACE_S = 5  # As the first process of a container, Python ignores SIGTERM unless the script handles it.
 _WORKERS_KEPT_S = 600
 _SCRIPT_BYTES = 1 << 20  # What etcd takes.
 _MODE = 0o444  # Within the container, which may run as anybody; outside only the node's root can see it.
 
 # For the first process of a container, which the kernel lets ignore what it does not wait for. An anchor that is asked
 # to go, as by a drained node, has failed: one that succeeds would end the run.
-_WAIT_FOR_THE_END = (
-    "import signal as s; s.pthread_sigmask(s.SIG_BLOCK, [s.SIGTERM]); s.sigwait([s.SIGTERM]); raise SystemExit(1)"
-)
+_WAIT = "import signal as s; s.pthread_sigmask(s.SIG_BLOCK, [s.SIGTERM]); s.{}; raise SystemExit(1)"
+_WAIT_FOR_THE_END = _WAIT.format("sigwait([s.SIGTERM])")
 _LITTLE = {"cpu": "10m", "memory": "32Mi"}
 _NOT_FOR_ANCHORS = ("containers", "initContainers", "volumes")
 _MAX_ANCHORS = 1000
+_MAX_RESTARTS = 1_000_000  # Of a restless anchor: four months if the lease is 10 s, 19 years by default.
 _ANCHOR_GRACE_S = 1
 
 # Lists whose items have names.
@@ -64,7 +64,7 @@ _KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a `KubernetesLauncher` says about each Pod, checked."""
+    """The checked settings of a `KubernetesLauncher` for each Pod."""
 
     image: str
     namespace: str | None
@@ -86,7 +86,7 @@ class Manifests:
     """The objects of one run, labelled with the names of the script and of the user who runs it.
 
     Attributes:
-        run: What tells its objects from another run's.
+        run: An id that distinguishes its objects from another run's.
     """
 
     def __init__(self, recipe: Recipe, run: str) -> None:
@@ -97,7 +97,7 @@ class Manifests:
 
     @property
     def name(self) -> str:
-        """Of the run's Job and Secret; a Pod's name goes on with the worker's index."""
+        """The name of the run's Job and Secret; a Pod's name adds the worker's index."""
         return f"clusterenv-{self.run}"
 
     def pod(self, worker_index: int) -> Manifest:
@@ -112,7 +112,7 @@ class Manifests:
         return {"apiVersion": "v1", "kind": "Pod", **pod}
 
     def secret(self, ticket: str | None) -> Manifest:
-        """Return the Secret that holds the ticket; without one, a text that says so."""
+        """Return the Secret that holds the ticket, or a placeholder if there is none."""
         data = base64.b64encode((ticket or _NO_TICKET).encode()).decode()
         return {
             "apiVersion": "v1",
@@ -126,15 +126,15 @@ class Manifests:
     def anchor(self, lease_s: int) -> Manifest:
         """Return the Job that owns the run's other objects.
 
-        The head moves its deadline on. Once that has passed, Kubernetes removes it and what it owns. Its Pod waits for
-        nothing but its end: a Job without one has no beginning, and its deadline never passes.
+        The head keeps extending its deadline. Once that has passed, Kubernetes removes the Job and what it owns. Its
+        Pod only waits to be ended: a Job without a Pod never starts, and its deadline never passes.
         """
         pod = self._pod_template([], [self._recipe.python, "-IS", "-c", _WAIT_FOR_THE_END], {})
         (worker,) = (each for each in pod["spec"]["containers"] if each["name"] == CONTAINER)
         container = {name: worker[name] for name in ("image", "command", "env", "securityContext") if name in worker}
         container |= {"name": "anchor", "resources": {"requests": _LITTLE, "limits": {"memory": _LITTLE["memory"]}}}
         spec = {name: value for name, value in pod["spec"].items() if name not in _NOT_FOR_ANCHORS}
-        # Asked to go before it listens, it would use up all the grace there is.
+        # Signalled before it listens, it would use up the whole grace period.
         spec |= {"containers": [container], "terminationGracePeriodSeconds": _ANCHOR_GRACE_S}
         pod = {"metadata": {"labels": self._labels()}, "spec": spec}
         return {
@@ -173,7 +173,7 @@ class Manifests:
         }
 
     def head(self, script: Path) -> list[Manifest]:
-        """Return a Job that runs a script with the rights of a head, and what it needs.
+        """Return a Job that runs a script with the rights of a head, and the objects it needs.
 
         Raises:
             ConfigError: The script cannot be read, or is too long.
@@ -188,36 +188,29 @@ class Manifests:
         job = f"{stem}-{self.run}"
         file = f"{re.sub(r'[^-._a-zA-Z0-9]+', '-', script.stem)}.py"  # What a ConfigMap takes as a key.
         labels = {APP_LABEL: APP, NAME_LABEL: stem, USER_LABEL: self._user}
-        return [
-            {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": self._named(_HEAD)},
-            self.role(),
-            {
-                "apiVersion": "rbac.authorization.k8s.io/v1",
-                "kind": "RoleBinding",
-                "metadata": self._named(_HEAD),
-                "subjects": [{"kind": "ServiceAccount", **self._named(_HEAD)}],
-                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": _HEAD},
-            },
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._named(job), "data": {file: text}},
-            self._head_job(job, file, labels),
-        ]
-
-    def role(self) -> Manifest:
-        """Return the least rights that a head needs in its namespace."""
+        # All have the Job's name: whoever deletes this run's objects takes nothing from another run's head.
+        metadata = {**self._named(job), "labels": labels}
         rules = [
             {"apiGroups": [group], "resources": [resource], "verbs": list(verbs)}
             for (group, resource), verbs in RIGHTS.items()
         ]
-        return {
-            "apiVersion": "rbac.authorization.k8s.io/v1",
-            "kind": "Role",
-            "metadata": self._named(_HEAD),
-            "rules": rules,
-        }
+        return [
+            {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
+            {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": metadata, "rules": rules},
+            {
+                "apiVersion": "rbac.authorization.k8s.io/v1",
+                "kind": "RoleBinding",
+                "metadata": metadata,
+                "subjects": [{"kind": "ServiceAccount", **self._named(job)}],
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": job},
+            },
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {file: text}},
+            self._head_job(job, file, labels),
+        ]
 
     def _head_job(self, name: str, script: str, labels: dict[str, str]) -> Manifest:
         recipe = self._recipe
-        # Whose workers they are: in the container there is somebody else, or nobody.
+        # The name of the user: in the container it is another one, or none.
         variables = {"PYTHONUNBUFFERED": "1", "USER": self._user} | recipe.env
         container = {
             "name": "head",
@@ -228,7 +221,8 @@ class Manifests:
         }
         spec = {
             "restartPolicy": "Never",
-            "serviceAccountName": _HEAD,
+            "terminationGracePeriodSeconds": _HEAD_GRACE_S,
+            "serviceAccountName": name,
             "containers": [container],
             "volumes": [{"name": "script", "configMap": {"name": name}}],
         }
@@ -268,7 +262,7 @@ class Manifests:
             "containers": [container],
         }
         ours = {"metadata": {"labels": self._labels() | recipe.labels | labels}, "spec": _without_empty(spec)}
-        # What is in neither: a worker has no business with the cluster, nor with its Services' addresses.
+        # Defaults if neither says otherwise: a worker needs no access to the cluster, nor its Services' addresses.
         apart = {"automountServiceAccountToken": recipe.service_account is not None, "enableServiceLinks": False}
         theirs = {part: recipe.template.get(part) or {} for part in ("metadata", "spec")}
         theirs["metadata"] = {
@@ -277,7 +271,7 @@ class Manifests:
         pod: Manifest = merge(merge({"spec": apart}, theirs), ours)
         for container in pod["spec"]["containers"]:
             if container["name"] == CONTAINER:
-                container.pop("args", None)  # Of the template: they belong to a command that is not run.
+                container.pop("args", None)  # The template's: they belong to a command that is not run.
         return pod
 
     def _labels(self) -> dict[str, str]:
@@ -290,10 +284,24 @@ class Manifests:
         return {} if self._recipe.namespace is None else {"namespace": self._recipe.namespace}
 
 
-def merge(under: Any, over: Any, key: str = "") -> Any:
-    """Lay one part of a manifest over another: mappings entry by entry, lists behind each other, else the upper one.
+def restless(anchor: Manifest) -> Manifest:
+    """Return an anchor whose Pod restarts once per lease.
 
-    Of items of the same name (variables, volumes) the upper one stays, and containers are laid over each other.
+    Any change of its Pod makes Kubernetes look at a Job, and see that its deadline has passed.
+    """
+    lease_s = anchor["spec"]["activeDeadlineSeconds"]
+    (container,) = anchor["spec"]["template"]["spec"]["containers"]
+    wait = _WAIT.format(f"sigtimedwait([s.SIGTERM], {lease_s})")
+    changed = {"name": container["name"], "command": [*container["command"][:-1], wait]}
+    pod = {"spec": {"restartPolicy": "OnFailure", "containers": [changed]}}
+    merged: Manifest = merge(anchor, {"spec": {"backoffLimit": _MAX_RESTARTS, "template": pod}})
+    return merged
+
+
+def merge(under: Any, over: Any, key: str = "") -> Any:
+    """Merge one part of a manifest over another: mappings by entry, lists by concatenation; otherwise `over` wins.
+
+    For items of the same name (variables, volumes) the one in `over` wins, and containers are merged.
     """
     if isinstance(under, Mapping) and isinstance(over, Mapping):
         both = {name: merge(under[name], over[name], name) for name in under if name in over}
@@ -319,7 +327,7 @@ def load(path: Path) -> Any:
     """Read a YAML file.
 
     Raises:
-        ConfigError: There is none, or it is not YAML.
+        ConfigError: The file does not exist, or is not YAML.
     """
     yaml = _import_yaml()
     try:

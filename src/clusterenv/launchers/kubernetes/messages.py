@@ -1,4 +1,4 @@
-"""What the head and its Kubernetes client tell each other, as lines of JSON."""
+"""The messages between the head and its Kubernetes client, as lines of JSON."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import msgspec
 
 
 class Takeover(msgspec.Struct, frozen=True):
-    """What a client must know whose predecessor has died.
+    """What a client needs to know if its predecessor has died.
 
     Attributes:
-        anchor_uid: Of the Job that owns all else.
-        elapsed_s: How long ago that was created.
-        incarnations: Of each worker: how often it was started again.
+        anchor_uid: The uid of the Job that owns everything else.
+        elapsed_s: How long ago that Job was created.
+        incarnations: How often each worker was restarted.
     """
 
     anchor_uid: str
@@ -22,19 +22,19 @@ class Takeover(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run: the first that a client is told.
+    """What to run: the first message to a client.
 
     Attributes:
-        context: Of the kubeconfig; None for the current one.
+        context: A context of the kubeconfig; None for the current one.
         namespace: None for that of the context, or of this Pod.
         run: The value of the run's label.
-        lease_s: How long the anchor outlives those who keep it alive.
-        memory: The limit of each worker, for error messages.
-        anchor: The Job that owns the others.
+        lease_s: How long the anchor lives on without being renewed.
+        memory: The memory limit of each worker, for error messages.
+        anchor: The Job that owns the other objects.
         secret: The Secret with the ticket.
-        pods: Of each worker.
-        log_dir: Where to keep what workers print.
-        takeover: What runs already.
+        pods: The Pod of each worker.
+        log_dir: Where to keep the workers' output.
+        takeover: What a predecessor has left running.
     """
 
     context: str | None
@@ -56,25 +56,25 @@ class Restart(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskTail(msgspec.Struct, frozen=True, tag=True):
-    """Tell what a worker printed last."""
+    """Request the last lines of a worker's log."""
 
     worker_index: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Wait so long for workers to end on their own, and then remove everything. A closed pipe says the same, and 0."""
+    """Wait this long for workers to exit on their own, then remove everything; a closed pipe means a wait of 0."""
 
     timeout_s: float
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The cluster has taken everything."""
+    """The cluster has accepted everything."""
 
     anchor_uid: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """It has not, and what it has taken is being removed."""
+    """The cluster has refused something, and what it has accepted is being removed."""
 
     reason: str
 
@@ -83,10 +83,10 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """What has become of a worker.
 
     Attributes:
-        incarnation: How often it was started again: the head may have asked for another since.
+        incarnation: How often the worker was restarted: the head may have requested another restart since.
         kind: Whether it waits, runs or has ended.
-        text: What for, where or how.
-        tail: What it printed last, once it has ended.
+        text: What it waits for, where it runs, or how it ended.
+        tail: The last lines of its log, once it has ended.
     """
 
     worker_index: int
@@ -97,20 +97,20 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tail(msgspec.Struct, frozen=True, tag=True):
-    """What a worker printed last, and what Kubernetes tells about its Pod."""
+    """The last lines of a worker's log, and the events of its Pod."""
 
     worker_index: int
     text: str
 
 
 class Warned(msgspec.Struct, frozen=True, tag=True):
-    """Something is wrong that has harmed nobody yet."""
+    """A problem that has done no harm yet."""
 
     text: str
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):
-    """Everything is removed, but for what could not be: empty if nothing is left."""
+    """Everything was removed except what `left` names; empty if nothing is left."""
 
     left: str
 

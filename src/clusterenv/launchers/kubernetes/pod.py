@@ -10,12 +10,12 @@ from typing import Any, Literal
 from clusterenv.launchers.kubernetes.manifest import CONTAINER
 from clusterenv.launchers.processes import describe_exit
 
-# Why a container is not there yet, and will not be for all the time in the world.
+# Reasons why a container has not started, and never will.
 _HOPELESS = {
     "InvalidImageName": "its image has a name that cannot be",
     "ErrImageNeverPull": "its image is not on the node, and may not be pulled",
 }
-# What has failed so far, and may yet succeed: a registry may be busy, a node not yet know of a Secret.
+# Reasons that may pass: a registry may be busy, a node may not know a Secret yet.
 _FAILING = {
     "CreateContainerConfigError": "its container cannot be configured",
     "ErrImagePull": "its image cannot be pulled",
@@ -57,7 +57,7 @@ class PodState:
     """What has become of a worker.
 
     Attributes:
-        kind: Whether it waits to be run, runs or has ended.
+        kind: Whether the worker waits to be run, runs or has ended.
         text: What it waits for, where it runs, or how it ended.
         is_failing: Whether it waits for something that has failed so far.
     """
@@ -68,11 +68,11 @@ class PodState:
 
 
 def read_pod(pod: Object, memory: str = "") -> PodState:
-    """Return what a Pod says of its worker.
+    """Return what a Pod's status says about its worker.
 
     Args:
-        pod: As the API server shows it.
-        memory: The worker's limit, for the error if it was exceeded.
+        pod: The Pod, as the API server returns it.
+        memory: The worker's memory limit, for the error if it was exceeded.
     """
     status = pod.get("status") or {}
     container: Object = next((c for c in status.get("containerStatuses") or () if c["name"] == CONTAINER), {})
@@ -90,18 +90,18 @@ def read_pod(pod: Object, memory: str = "") -> PodState:
 
 
 def read_events(events: Sequence[Object]) -> str:
-    """Write events as lines, the last ones last."""
+    """Format events as lines, the latest last."""
     lines = [f"{event.get('reason')}: {_shorten(event.get('message') or '')}" for event in sorted(events, key=_when)]
     return "\n".join(dict.fromkeys(lines))
 
 
 def read_last_event(events: Sequence[Object]) -> str:
-    """Return what happened last."""
+    """Return the message of the latest event."""
     return _shorten(max(events, key=_when).get("message") or "") if events else ""
 
 
 def find_disruption(events: Sequence[Object]) -> str:
-    """Return why Kubernetes ended a Pod, if an event tells."""
+    """Return why Kubernetes ended a Pod, if an event says so."""
     for event in sorted(events, key=_when, reverse=True):
         if (words := _DISRUPTIONS.get(event.get("reason") or "")) is not None:
             return f"{words}: {_shorten(event.get('message') or '')}"
@@ -174,6 +174,6 @@ def _when(event: Object) -> str:
 
 
 def _shorten(text: str) -> str:
-    """Return a text in one line that does nothing to a terminal."""
+    """Return a text in one line, shortened and without control characters."""
     line = " ".join("".join(character if character.isprintable() else " " for character in text).split())
     return line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}..."

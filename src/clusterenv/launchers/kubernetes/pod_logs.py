@@ -1,4 +1,4 @@
-"""What a Pod printed, and what Kubernetes says of it."""
+"""The logs and events of Pods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fetch_events(api: Api, pod: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def fetch_tail(api: Api, pod: dict[str, Any] | None) -> tuple[str, str]:
-    """Return the end of a Pod's log with its events, and why Kubernetes ended it if an event tells."""
+    """Return the end of a Pod's log with its events, and why Kubernetes ended it if an event says so."""
     if pod is None:
         return "", ""
     name, notes = pod["metadata"]["name"], []
@@ -40,14 +40,14 @@ def fetch_tail(api: Api, pod: dict[str, Any] | None) -> tuple[str, str]:
         data = api.read(f"{api.path('pods', name)}/log", container=CONTAINER, tailLines=_TAIL_LINES)
         log = data[-_TAIL_BYTES:].decode(errors="replace").strip()
     except Refusal as refusal:
-        if refusal.status not in (400, 404):  # It has not begun, or is gone.
+        if refusal.status not in (400, 404):  # The container has not begun, or the Pod is gone.
             why = "its node does not answer" if refusal.status in (0, 500, 502, 503, 504) else str(refusal)
             notes.append(f"(The log of Pod {name} cannot be read: {why})")
     return "\n".join(filter(None, (log, *notes))), find_disruption(events)
 
 
 def copy_log(api: Api, name: str, file: Path) -> None:
-    """Append what a Pod prints to a file, until it ends, from the beginning of a line."""
+    """Append a Pod's output to a file, beginning on a new line, until the Pod ends."""
     num_written = 0
     _end_line(file)
     path = f"{api.path('pods', name)}/log"
@@ -56,7 +56,7 @@ def copy_log(api: Api, name: str, file: Path) -> None:
             num_read = 0
             with file.open("ab", buffering=0) as log:
                 for piece in api.follow(path, container=CONTAINER, follow="true"):
-                    new = piece[max(0, num_written - num_read) :]  # After a broken connection it begins again.
+                    new = piece[max(0, num_written - num_read) :]  # A new connection starts from the beginning.
                     num_read += len(piece)
                     num_written += log.write(new) or 0
             return
@@ -69,7 +69,7 @@ def copy_log(api: Api, name: str, file: Path) -> None:
 
 
 def _end_line(file: Path) -> None:
-    """See to it that what comes next in a file is not taken for the end of its last line."""
+    """Make sure that a file ends with a newline before more is appended."""
     with contextlib.suppress(OSError), file.open("r+b", buffering=0) as log:
         if log.seek(0, os.SEEK_END) and log.seek(-1, os.SEEK_END) >= 0 and log.read(1) != b"\n":
             log.write(b"\n")

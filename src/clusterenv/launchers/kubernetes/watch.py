@@ -1,4 +1,4 @@
-"""Following the Pods of a run for ever."""
+"""Watches the Pods of a run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def watch_pods(
     note_all: Callable[[list[dict[str, Any]], float], None],
     note: Callable[[dict[str, Any], bool], None],
 ) -> None:
-    """Tell what becomes of a run's Pods.
+    """Report changes of a run's Pods, forever.
 
     Args:
-        api: Whom to ask.
-        run: Whose Pods.
-        note_all: Is given a list of them, and when it was asked for: first, and when changes may have been missed.
-        note: Is given one that has changed, and whether it is gone.
+        api: The cluster.
+        run: The run.
+        note_all: Called with all Pods and the time of the request: at first, and when changes may have been missed.
+        note: Called with a Pod that has changed, and whether it is gone.
     """
     path, selector = api.path("pods"), f"{RUN_LABEL}={run}"
     version = ""
@@ -43,7 +43,7 @@ def watch_pods(
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in filter(None, lines):
                     event = json.loads(line)
-                    if event["type"] == "ERROR":  # What came since is forgotten there (410 Gone).
+                    if event["type"] == "ERROR":  # The server no longer has the changes since (410 Gone).
                         raise LookupError(event["object"].get("message"))
                     version = event["object"]["metadata"]["resourceVersion"]
                     if event["type"] != "BOOKMARK":
