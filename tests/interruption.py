@@ -63,9 +63,9 @@ class Interruption:
         return self._trace
 
 
-def count_lines(call: Callable[[], object]) -> int:
-    """Return how many stateful lines a call runs."""
-    interruption = Interruption()
+def count_lines(call: Callable[[], object], *places: str) -> int:
+    """Return how many stateful lines a call runs, or how many in some places."""
+    interruption = Interruption(NEVER, *places)
     with interruption:
         call()
     return interruption.num_lines
@@ -78,9 +78,11 @@ def spread_lines(num_lines: int, most: int) -> Iterator[int]:
         yield first + number * 7919 % stride
 
 
-def is_interrupted(call: Callable[[], object], line: int, number: int = signal.SIGINT) -> bool:
+def is_interrupted(
+    call: Callable[[], object], line: int, number: int = signal.SIGINT, places: tuple[str, ...] = ()
+) -> bool:
     """Make a call and interrupt it; returns whether that came to pass, and demands that the caller was told."""
-    interruption = Interruption(line, number=number)
+    interruption = Interruption(line, *places, number=number)
     try:
         with interruption:
             call()

@@ -6,13 +6,16 @@ import copy
 import enum
 import functools
 import gc
+import importlib
 import itertools
 import logging
+import sys
 import threading
 import weakref
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -860,3 +863,108 @@ def test_parts_of_a_large_parameter_that_torch_does_not_count_are_noticed(envs: 
     first = envs.rollout(policy, 1).versions
     agent[0].weight.data[777, 1:3] = 1.0
     assert (envs.rollout(policy, 1).versions > first).all()
+
+
+NETS = """
+import torch
+from torch import nn
+
+net = nn.Linear(4, 2)
+
+
+def choose(obs):
+    with torch.no_grad():
+        return net(torch.as_tensor(obs)).argmax(-1).numpy()
+
+
+class Agent(nn.Module):
+    temperature = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = nn.Linear(4, 2), nn.Linear(4, 1)
+
+    def get_action_and_value(self, x, action=None):
+        probs = torch.distributions.Categorical(logits=self.see(x) / self.temperature)
+        action = probs.sample() if action is None else action
+        return action, probs.log_prob(action), probs.entropy(), self.critic(x)
+
+    def see(self, x):
+        return self.actor(x)
+
+
+class Slow(Agent):
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Conv1d(1, 1, 3, padding=1)
+
+    def see(self, x):
+        return self.actor(self.filter(x[:, None])[:, 0])
+
+
+class Frozen(Agent):
+    def see(self, x):
+        return net(x)
+"""
+
+
+@pytest.fixture
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A file of the user's own, which workers import as the script does."""
+    (tmp_path / "nets_of_a_user.py").write_text(NETS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("nets_of_a_user")
+    del sys.modules["nets_of_a_user"]
+
+
+@pytest.mark.parametrize("use", ["a function", "through another", "by the module", "in a method"])
+def test_a_network_that_is_a_global_of_an_imported_file_is_named_once(
+    use: str, nets: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def by_the_module(obs: Any) -> Any:
+        return nets_of_a_user.net(torch.as_tensor(obs)).argmax(-1).numpy()  # type: ignore[name-defined]  # noqa: F821
+
+    by_the_module.__globals__["nets_of_a_user"] = nets  # As `import nets_of_a_user` at the top of a script.
+    agents = {
+        "a function": nets.choose,
+        "through another": lambda obs: nets.choose(obs),
+        "by the module": by_the_module,
+        "in a method": nets.Frozen(),
+    }
+    with ClusterEnv("CartPole-v1", 2, num_workers=1) as envs:
+        for _ in range(3):
+            envs.rollout(agents[use], 2)
+    del by_the_module.__globals__["nets_of_a_user"]
+    said = [record.getMessage() for record in caplog.records if "a global of the module" in record.getMessage()]
+    assert len(said) == 1
+    assert "The policy uses net, a global of the module nets_of_a_user." in said[0]
+
+
+def test_a_network_that_was_imported_by_name_is_sent_and_nothing_is_said(
+    nets: Any, envs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nets.net
+
+    def choose(obs: Any) -> Any:
+        return net(torch.as_tensor(obs)).argmax(-1).numpy()
+
+    for _ in range(3):
+        rollout = envs.rollout(choose, 4)
+        assert (choose(rollout.obs) == rollout.actions).all()
+        with torch.no_grad():
+            net.weight.neg_()
+    assert "a global of the module" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Agent", "Slow"])
+def test_plain_attributes_of_an_imported_class_reach_the_workers(name: str, nets: Any, envs: Any) -> None:
+    cls = getattr(nets, name)
+    cls.temperature = 0.5  # Before anything starts, as a script's arguments are.
+    agent = cls()
+    for _ in range(3):
+        rollout = envs.rollout(agent, 4)
+        with torch.no_grad():
+            obs, actions = (torch.as_tensor(part).flatten(0, 1) for part in (rollout.obs, rollout.actions))
+            expected = agent.get_action_and_value(obs, actions)[1]
+        np.testing.assert_allclose(rollout.logprob.ravel(), expected, rtol=1e-4, atol=1e-5)
+        cls.temperature *= 0.5

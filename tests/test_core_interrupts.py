@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import SyncVectorEnv
 
-from clusterenv import ClusterEnv, Timeouts
+from clusterenv import BasePolicy, ClusterEnv, Decision, Timeouts
+from clusterenv.rollout import Rollout
 from tests.conftest import Backend
 from tests.interruption import count_lines, is_interrupted, spread_lines
 from tests.lockstep import Follower
@@ -101,6 +102,45 @@ def test_an_interrupt_before_any_line_of_a_call_spoils_nothing_after_it(backend:
         assert num_interrupted > 0
         assert envs.losses == ()
     theirs.close()
+
+
+class Numbered(BasePolicy):
+    """Returns its only weight with every action."""
+
+    def __init__(self) -> None:
+        self.number = np.zeros(1, np.float32)
+
+    def act(self, obs: Any, state: Any = None, call: Any = None) -> Decision:
+        return Decision(np.zeros(len(obs), np.int64), {"number": np.full(len(obs), self.number[0])})
+
+    def weights(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+
+def test_an_interrupt_before_any_line_about_versions_leaves_each_number_with_its_weights(remote: Backend) -> None:
+    agent = Numbered()
+    weights: dict[int, float] = {}
+
+    def take(stream: Iterator[Rollout]) -> float:
+        rollout = next(stream)
+        for version, number in zip(rollout.versions, rollout.extras["number"][0], strict=True):
+            assert weights.setdefault(int(version), number) == number
+        return float(rollout.extras["number"].max())
+
+    with ClusterEnv("CartPole-v1", 2, **remote, timeouts=Timeouts(call_s=20)) as envs:
+        envs.reset(seed=1)
+        stream = envs.stream(agent, 3)
+        take(stream)
+        agent.number += 1
+        num_lines = count_lines(lambda: take(stream), "head/versions")
+        num_interrupted = 0
+        for line in range(num_lines):
+            agent.number += 1
+            num_interrupted += is_interrupted(stream.__next__, line, places=("head/versions",))
+            stream = stream if stream.is_open else envs.stream(agent, 3)
+            assert any(take(stream) == agent.number for _ in range(20)), f"line {line}: the workers stay behind"
+        assert num_interrupted > 5
+        assert envs.losses == ()
 
 
 @pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM])

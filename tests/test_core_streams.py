@@ -163,3 +163,67 @@ def test_an_exception_while_answers_are_taken_ends_a_stream_and_wedges_nothing(r
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             assert envs.rollout(choose, 4).rewards.shape == (4, 2)
+
+
+class Lazy(gym.Env[Any, Any]):
+    """Each of its steps takes so many times as long as it takes to sort some numbers."""
+
+    observation_space = gym.spaces.Box(0, 1, (1,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(1), {}
+
+    def step(self, action: Any) -> Any:
+        for _ in range(self._times):
+            sorted(range(5000), key=lambda number: -number)
+        return np.ones(1), 0.0, False, False, {}
+
+
+class Changing(BasePolicy):
+    """An agent whose structure is another with every class that it is given."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def act(self, obs: Any, state: Any = None, call: Any = None) -> Decision:
+        return Decision(np.zeros(len(obs), np.int64), self.kind.extras(len(obs)))
+
+
+def test_rollouts_of_two_structures_are_never_put_together(remote: Backend) -> None:
+    class Alpha:
+        @staticmethod
+        def extras(count: int) -> dict[str, Any]:
+            return {"alpha": np.full(count, 1.0)}
+
+    class BetaAndGamma:
+        @staticmethod
+        def extras(count: int) -> dict[str, Any]:
+            return {"beta": np.full(count, 2.0), "gamma": np.full(count, 3.0)}
+
+    agent = Changing(Alpha)
+    with ClusterEnv([lambda: Lazy(0), lambda: Lazy(20)], **remote) as envs:
+        envs.reset(seed=1)
+        stream = envs.stream(agent, 5, min_envs=2, in_flight=6)
+        next(stream)
+        for number in range(8):
+            agent.kind = Alpha if number % 2 else BetaAndGamma
+            for rollout in itertools.islice(stream, 3):
+                assert rollout.extras.keys() == agent.kind.extras(1).keys()
+                for name, value in agent.kind.extras(1).items():
+                    assert (rollout.extras[name] == value).all()
+        assert envs.losses == ()
+
+
+def test_without_workers_too_an_exception_ends_a_stream() -> None:
+    with ClusterEnv("CartPole-v1", 2, num_workers=0) as envs:
+        envs.reset(seed=0)
+        stream = envs.stream(lambda obs: 1 / 0, 4)
+        with pytest.raises(ZeroDivisionError):
+            next(stream)
+        assert not stream.is_open
+        assert list(stream) == []

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -125,6 +126,32 @@ def test_a_second_thread_is_refused_while_the_first_is_in_a_call(
         assert answers == [[3] * NUM_ENVS]
         assert rows_of(envs.step(ACTIONS)[0])[:, STEP].tolist() == [4] * NUM_ENVS
         assert envs.losses == ()
+
+
+def test_without_workers_too_a_stream_keeps_other_threads_out() -> None:
+    outcomes: list[str] = []
+
+    def intrude() -> None:
+        try:
+            envs.step(ACTIONS[:1])
+            outcomes.append("it was stepped")
+        except ClusterEnvError as error:
+            outcomes.append(str(error))
+
+    class Meanwhile(gym.Wrapper[Any, Any, Any, Any]):
+        """Has another thread step the environments during its own step."""
+
+        def step(self, action: Any) -> Any:
+            thread = threading.Thread(target=intrude)
+            thread.start()
+            thread.join()
+            return super().step(action)
+
+    with ClusterEnv([lambda: Meanwhile(gym.make("CartPole-v1"))], num_workers=0) as envs:
+        envs.reset(seed=1)
+        next(envs.stream(lambda obs: np.zeros(len(obs), np.int64), 1))
+    assert len(outcomes) == 1
+    assert "thread" in outcomes[0]
 
 
 def test_threads_may_take_turns(remote: Backend) -> None:

@@ -299,6 +299,31 @@ def test_who_gets_weights_for_others_passes_them_on_while_it_is_at_work(tmp_path
         assert envs.stats["bytes_weights"] - before == SIZE
 
 
+def test_a_stream_that_begins_while_whoever_gets_the_weights_is_slow_gives_nobody_up() -> None:
+    with ClusterEnv("CartPole-v1", 2, num_workers=2, network=Network(transport="zmq")) as envs:
+        envs.reset(seed=1)
+        run = Run(envs)
+        with envs.stream(run.agent, 8) as stream:
+            next(stream)
+        run.learn()
+        os.kill(run.pid(0), signal.SIGSTOP)
+        with envs.stream(run.agent, 8) as stream:
+            for _ in range(4):  # The other worker goes on with what it has.
+                rollout = next(stream)
+                assert rollout.env_indices.tolist() == [1]
+                assert rollout.versions.tolist() == [1]
+                check(rollout, run.pulls)
+            os.kill(run.pid(0), signal.SIGCONT)
+            newer: set[int] = set()
+            while newer != {0, 1}:
+                rollout = next(stream)
+                check(rollout, run.pulls)
+                newer |= {
+                    index for index, version in zip(rollout.env_indices, rollout.versions, strict=True) if version == 2
+                }
+        assert envs.losses == ()
+
+
 @pytest.mark.parametrize("forgery", ["other bytes", "a pipe", "nothing"])
 def test_forged_weights_are_never_acted_with(forgery: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Forging(OwnLauncher):

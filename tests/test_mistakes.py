@@ -35,7 +35,7 @@ from clusterenv import (
     make_vec,
 )
 from clusterenv.cli import main
-from clusterenv.policy import Categorical
+from clusterenv.policy import Categorical, QValues
 
 CARTPOLE = "CartPole-v1"
 Mistake = Callable[[], object]
@@ -106,6 +106,22 @@ class Logits(BasePolicy):
         return Categorical(np.zeros((len(obs), 2), np.float32))
 
 
+class Greedy(BasePolicy):
+    def distribution(self, obs: Any, state: Any = None) -> QValues:
+        return QValues(np.zeros((len(obs), 2), np.float32))
+
+
+class Methodical:
+    """Not a torch module, but has the method of one."""
+
+    def get_action_and_value(self, obs: Any) -> Any:
+        return act(obs), None, None, None
+
+
+def roll_out_greedily(envs: ClusterEnv, epsilon: Any) -> object:
+    return envs.rollout(Greedy(), 2, values={"epsilon": epsilon})
+
+
 def old_step(autoreset_mode: str, cls: type[Old] = Old) -> object:
     with make(cls, num_envs=1, autoreset_mode=autoreset_mode) as envs:
         envs.reset(seed=0)
@@ -124,6 +140,12 @@ CONSTRUCTION: dict[str, tuple[Mistake, str, str, str]] = {
     "sync as text": (lambda: make(sync="adaptive"), "sync must", "'adaptive'", "AdaptiveSync(0.05)"),
     "sync as number": (lambda: make(sync=0.05), "sync must", "got 0.05", "AdaptiveSync(0.05)"),
     "sync as class": (lambda: make(sync=EveryUpdate), "sync", "class EveryUpdate", "EveryUpdate(...)"),
+    "sync that is not called": (
+        lambda: make(sync=AdaptiveSync.off_policy),
+        "sync must",
+        "was not called",
+        "sync=AdaptiveSync.off_policy(...)",
+    ),
     "timeouts as number": (lambda: make(timeouts=10), "timeouts must", "got 10", "Timeouts(call_s=60)"),
     "faults as text": (lambda: make(faults="raise"), "faults must", "'raise'", "Faults(on_loss='raise')"),
     "network as text": (lambda: make(network="10.0.0.1"), "network must", "'10.0.0.1'", "Network(listen="),
@@ -321,6 +343,34 @@ USE: dict[str, tuple[Callable[[ClusterEnv], object], str, str, str]] = {
         "0}",
         'must be positive. For the likeliest actions, pass values={"deterministic": True}',
     ),
+    **{
+        f"an epsilon of {epsilon}": (
+            functools.partial(roll_out_greedily, epsilon=epsilon),
+            "epsilon",
+            f"{epsilon}}}",
+            "must be from 0 to 1",
+        )
+        for epsilon in (2.0, -1.0, np.nan)
+    },
+    "an epsilon for other environments": (
+        functools.partial(roll_out_greedily, epsilon=np.full(3, 0.5)),
+        "epsilon",
+        "got an array of shape (3,)",
+        "one number for each of the worker's 2 environments",
+    ),
+    "an agent's method": (
+        lambda envs: envs.rollout(Methodical().get_action_and_value, 2),
+        "get_action_and_value",
+        "Methodical",
+        "Give the agent itself",
+    ),
+    "an agent that is no module": (
+        lambda envs: envs.rollout(Methodical(), 2),
+        "get_action_and_value()",
+        "Methodical",
+        "not a torch.nn.Module",
+    ),
+    "a function of nothing": (lambda envs: envs.rollout(lambda: 0, 2), "<lambda>()", "parameter", "the observations"),
     "options as a list": (lambda envs: envs.reset(options=[1]), "options must", "got [1]", "a dict"),  # type: ignore[arg-type]  # the mistake
     "an unknown extra": (
         lambda envs: envs.rollout(Logits(), 2, extras=("value",)),

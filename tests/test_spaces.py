@@ -150,7 +150,8 @@ def test_spaces_that_a_factory_has_seeded_draw_what_they_draw_in_gymnasiums_envi
     theirs = SyncVectorEnv([seeded_world] * 6)
     with ClusterEnv([seeded_world] * 6, **backend) as ours:
         for name in ("action_space", "observation_space", "single_action_space", "single_observation_space"):
-            assert_same(*([getattr(envs, name).sample() for _ in range(5)] for envs in (ours, theirs)), name)
+            drawn, expected = ([getattr(envs, name).sample() for _ in range(5)] for envs in (ours, theirs))
+            assert_same(drawn, expected, name)
 
 
 def test_an_object_that_may_not_cross_arrives_as_its_description_with_one_warning(remote: Backend) -> None:
@@ -209,3 +210,19 @@ def test_infos_of_any_size_leave_the_next_steps_alone(remote: Backend) -> None:
         assert_same(ours.reset(seed=1), theirs.reset(seed=1))
         for telling in range(len(TELLINGS)):
             assert_same(ours.step(np.full(3, telling)), theirs.step(np.full(3, telling)), f"step {telling}")
+
+
+class Objects(World):
+    """Its infos hold arrays of objects."""
+
+    def step(self, action: Any) -> Any:
+        infos = {"pair": np.array([None, "a"], object)} if self.index != 1 else {}
+        return (*super().step(action)[:4], infos)
+
+
+def test_arrays_of_objects_in_infos_are_put_together_as_gymnasium_does(backend: Backend) -> None:
+    factories = [lambda index=index: Objects(index=index) for index in range(4)]
+    theirs = SyncVectorEnv(factories)
+    with ClusterEnv(factories, **backend) as ours:
+        assert_same(ours.reset(seed=1)[0], theirs.reset(seed=1)[0])
+        assert_same(ours.step(np.zeros(4, np.int64))[4], theirs.step(np.zeros(4, np.int64))[4])

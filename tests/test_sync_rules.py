@@ -209,10 +209,16 @@ def test_a_pull_that_is_still_on_its_way_is_asked_for_again_or_not_but_never_for
 def test_lag_is_bounded_and_the_remedy_named() -> None:
     verdicts = judge_all(AdaptiveSync(max_lag=4), [0.001, 0.002, 0.003, 0.004, 0.005])
     assert [verdict.reason for verdict in verdicts] == [Reason.BELOW] * 3 + [Reason.LAG]
-    for reason in (Reason.LAG, Reason.PLATEAU):
+    for reason, switch, other in (
+        (Reason.LAG, "max_lag=math.inf", "plateau"),
+        (Reason.PLATEAU, "plateau=None", "max_lag"),
+    ):
         advice = Verdict(True, reason).advice
         assert advice is not None
         assert "decoupled" in advice
+        assert "AdaptiveSync.off_policy()" in advice
+        assert switch in advice
+        assert other not in advice
     assert Verdict(True, Reason.DIVERGED).advice is None
 
 

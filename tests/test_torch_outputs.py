@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
+from clusterenv import ClusterEnv
 from clusterenv.adapters import as_policy
-from clusterenv.errors import ConfigError, PolicyError
+from clusterenv.errors import ConfigError, PolicyError, WorkerFailed
 from clusterenv.policy import (
     Bernoulli,
     Categorical,
@@ -27,6 +29,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402  # after importorskip
 
 from clusterenv.adapters.torch import TorchPolicy  # noqa: E402
+from tests.any_space import AnySpace  # noqa: E402
 from tests.torch_agents import (  # noqa: E402
     Actor,
     Agent,
@@ -261,3 +264,138 @@ def test_initial_states_may_be_numpy_arrays(obs: Obs) -> None:
     decision = worker.act(obs, worker.initial_state(64))
     assert decision.state is not None
     assert (decision.state["count"] == 1).all()
+
+
+SEEN = spaces.Box(-1.0, 1.0, (4,), np.float32)
+
+
+class Wrapped(nn.Module):
+    """A network with an operation that numpy programs lack, so that workers run it in torch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.network = mlp(4, width)
+
+    def forward(self, x: Any) -> Any:
+        return nn.functional.conv1d(self.network(x)[:, None], torch.ones(1, 1, 1))[:, 0]
+
+
+class WideQNetwork(QNetwork):
+    def forward(self, x: Any) -> Any:
+        return torch.cat([super().forward(x), super().forward(x)], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("make_policy", "message"),
+    [
+        (lambda: TorchPolicy(mlp(4, 2), output="logits"), "returns 2 values per row"),
+        (lambda: TorchPolicy(mlp(4, 5), output="logits"), "returns 5 values per row"),
+        (lambda: TorchPolicy(mlp(4, 1), output="q"), "returns 1 value per row"),
+        (lambda: TorchPolicy(Wrapped(2), output="q"), "returns 2 values per row"),
+        (WideQNetwork, "of WideQNetwork returns 6 values per row"),
+    ],
+)
+def test_another_number_of_values_than_actions_is_refused_at_the_first_call(
+    make_policy: Callable[[], Any], message: str
+) -> None:
+    with ClusterEnv(lambda: AnySpace(SEEN, spaces.Discrete(4)), 2, num_workers=0) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(PolicyError, match=rf"{message}, but the action space Discrete\(4\) has 4 actions"):
+            envs.rollout(make_policy(), 2)
+
+
+def test_a_mistake_that_a_worker_finds_is_caught_by_either_name() -> None:
+    with ClusterEnv("CartPole-v1", 2, num_workers=1) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(PolicyError, match="returns 3 values per row") as caught:
+            envs.rollout(TorchPolicy(mlp(4, 3), output="logits"), 2)
+    assert isinstance(caught.value, WorkerFailed)
+
+
+def test_values_with_an_axis_too_many_are_refused_with_their_shape() -> None:
+    class C51(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = mlp(4, 2 * 51)
+
+        def forward(self, x: Any) -> Any:
+            return self.network(x).reshape(-1, 2, 51)
+
+    with ClusterEnv("CartPole-v1", 3, num_workers=0) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(PolicyError, match=r"shape \(3, 2, 51\).*one value per action, shape \(3, 2\)"):
+            envs.rollout(TorchPolicy(C51(), output="q"), 2)
+
+
+def test_logits_of_several_choices_may_lie_side_by_side() -> None:
+    torch.manual_seed(0)
+    network = mlp(4, 5)
+    with ClusterEnv(lambda: AnySpace(SEEN, spaces.MultiDiscrete([2, 3])), 2, num_workers=0) as envs:
+        envs.reset(seed=1)
+        rollout = envs.rollout(TorchPolicy(network, output="logits"), 50)
+        assert envs.stats["fast_path"] == 1
+        with pytest.raises(PolicyError, match=r"returns 4 values per row.* has 2 \+ 3 actions"):
+            envs.rollout(TorchPolicy(mlp(4, 4), output="logits"), 2)
+    assert rollout.actions.reshape(-1, 2).max(axis=0).tolist() == [1, 2]
+    with torch.no_grad():
+        parts = network(torch.from_numpy(rollout.obs)).split([2, 3], dim=-1)
+        actions = torch.from_numpy(rollout.actions)
+        expected = sum(TorchCategorical(logits=part).log_prob(actions[..., i]) for i, part in enumerate(parts))
+    np.testing.assert_allclose(rollout.logprob, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("output", ["logits", "q"])
+def test_actions_are_counted_from_where_the_space_starts(output: Any) -> None:
+    torch.manual_seed(0)
+    network = mlp(4, 3)
+    with ClusterEnv(lambda: AnySpace(SEEN, spaces.Discrete(3, start=5)), 2, num_workers=0) as envs:
+        envs.reset(seed=1)
+        values = {"epsilon": 1.0} if output == "q" else {}
+        rollout = envs.rollout(TorchPolicy(network, output=output), 50, values=values)
+        greedy = envs.rollout(TorchPolicy(network, output=output), 4, values={"deterministic": True})
+    assert np.unique(rollout.actions).tolist() == [5, 6, 7]
+    with torch.no_grad():
+        best = network(torch.from_numpy(greedy.obs)).argmax(-1).numpy()
+    np.testing.assert_array_equal(greedy.actions, best + 5)
+
+
+@pytest.mark.parametrize("given", ["act", "distribution"])
+def test_saying_twice_how_a_module_acts_is_refused(given: str) -> None:
+    functions: dict[str, Any] = {given: lambda agent, obs: agent(obs)}
+    with pytest.raises(ConfigError, match=rf"give one of output=\.\.\. and {given}="):
+        TorchPolicy(mlp(4, 2), output="q", **functions)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("output", ["gaussian", "squashed"])
+def test_means_and_deviations_may_come_with_a_value(obs: Obs, output: Any, is_nested: bool) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.v = nn.Linear(4, 2), nn.Linear(4, 1)
+            self.log_std = nn.Parameter(torch.full((2,), -1.0))
+
+        def forward(self, x: Any) -> Any:
+            parts = self.mean(x), self.log_std
+            return (parts, self.v(x)) if is_nested else (*parts, self.v(x))
+
+    agent = Both()
+    worker = on_worker(TorchPolicy(agent, output=output), obs=obs)
+    decision = worker.act(obs)
+    with torch.no_grad():
+        expected = agent.v(torch.from_numpy(obs))[:, 0]
+    np.testing.assert_allclose(decision.extras["value"], expected, rtol=1e-4, atol=1e-6)
+    assert decision.extras.keys() == {"logprob", "value"}
+    assert is_fast(worker)
+
+
+def test_a_gaussian_of_one_result_is_told_what_is_expected(obs: Obs) -> None:
+    expected = r"should return \(mean, log_std\) or \(mean, log_std, value\), as tensors.*got a Tensor"
+    with pytest.raises(PolicyError, match=expected):
+        TorchPolicy(mlp(4, 2), output="gaussian").act(obs)
+
+
+def test_a_wrapper_around_an_agent_is_answered_with_what_is_inside() -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(mlp(4, 2))
+    with pytest.raises(PolicyError, match=r"AveragedModel around a Sequential .*its \.module"):
+        as_policy(averaged)

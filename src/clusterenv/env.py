@@ -1,4 +1,4 @@
-"""ClusterEnv: many environments on many workers, and to the learner one `gymnasium.vector.VectorEnv`."""
+"""ClusterEnv: many environments on many workers, used by the learner as one `gymnasium.vector.VectorEnv`."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class WorkerStatus:
     """What the head knows about a worker.
 
     Attributes:
-        pid: Of its process, on its own machine; None before it has joined.
+        pid: The process id on the worker's own machine; None before the worker has joined.
         host: The name of that machine.
-        state: "starting", "preparing", "ready", "lost", or "late" if the run began without it.
-        environments: The indices of those it hosts.
-        version: Of the policy's weights that it holds; 0 if it holds none.
-        losses: Those that were lost in its place, and replaced.
+        state: "starting", "preparing", "ready", "lost", "late" if the run began without it, or "closed".
+        environments: The indices of the environments it hosts.
+        version: The version of the policy's weights it holds; 0 if it holds none.
+        losses: The earlier workers at this index that were lost and replaced.
     """
 
     index: int
@@ -72,8 +72,8 @@ class WorkerStatus:
 class ClusterEnv(BackedVectorEnv):
     """Runs environments on worker processes and steps them as one vector environment.
 
-    With the same factories, seeds and actions the results equal `gymnasium.vector.SyncVectorEnv`'s bit for bit,
-    however many workers there are.
+    Given the same factories, seeds and actions, the results equal those of `gymnasium.vector.SyncVectorEnv` bit for
+    bit, regardless of the number of workers.
     """
 
     _stream: Flow | InlineStream | None = None
@@ -96,29 +96,30 @@ class ClusterEnv(BackedVectorEnv):
         network: Network = _NETWORK,
         timeouts: Timeouts = _TIMEOUTS,
     ) -> None:
-        """Start the workers and make the environments; returns when all are ready.
+        """Start the workers and make the environments; return when all are ready.
 
         Args:
-            env: An environment's id, an `EnvSpec`, a factory, a sequence of factories (exactly `SyncVectorEnv`'s first
-                argument; they may differ), or a `NativeVector`.
-            num_envs: How many environments; 1 by default, or as many as there are factories.
-            num_workers: How many processes the environments are divided among; by default the launcher's suggestion, or
-                one per usable core, at most `num_envs`. 0 runs everything in this very process: for breakpoints, and
-                for environments so cheap that nothing is gained.
+            env: An environment id, an `EnvSpec`, a factory, a sequence of factories (as for `SyncVectorEnv`; they may
+                differ), or a `NativeVector`.
+            num_envs: The number of environments; by default 1, or the number of factories.
+            num_workers: The number of processes the environments are divided among; by default the launcher's
+                suggestion, or one per usable core, at most `num_envs`. 0 runs everything in this process: useful for
+                breakpoints, and for environments so cheap that workers gain nothing.
             launcher: Where workers are started; by default as children of this process.
-            sync: When a policy on the workers takes the learner's newest weights; `EveryUpdate()` by default: each
-                rollout is made with the newest. `AdaptiveSync(0.05)` saves most of that traffic.
+            sync: When workers pull the learner's newest weights. The default, `EveryUpdate()`, makes each rollout with
+                the newest; `AdaptiveSync(0.05)` saves most of that traffic.
             autoreset_mode: What happens when an episode ends, as in Gymnasium.
             observation_mode: How observation spaces are batched, as in Gymnasium.
-            copy: Whether `reset` and `step` return observations of the caller's own. False saves the copy, and the
-                arrays change with the step after the next one, or at once with a reset or a rollout.
-            env_kwargs: Arguments for `gymnasium.make`, with an id or a spec.
-            render_mode: Of the environments, with an id or a spec: "rgb_array" lets `render` return their images.
+            copy: Whether `reset` and `step` return copies of the observations. False saves the copy, but the arrays
+                are then overwritten by the step after the next, or immediately by a reset or a rollout.
+            env_kwargs: Arguments for `gymnasium.make`, if `env` is an id or a spec.
+            render_mode: The environments' render mode, if `env` is an id or a spec; with "rgb_array", `render` returns
+                their images.
             wrappers: Functions from one environment to another, such as Gymnasium's wrapper classes, applied to each
-                environment on its worker, the first innermost.
+                environment on its worker; the first is innermost.
             faults: What happens when a worker is lost or an environment raises.
             network: How workers reach the head.
-            timeouts: How long to wait for workers to join, answer and end.
+            timeouts: How long to wait for workers to join, answer and exit.
 
         Raises:
             ConfigError: An argument is wrong, or a factory cannot be sent to a worker.
@@ -175,11 +176,11 @@ class ClusterEnv(BackedVectorEnv):
             backend.preparation.weights_now = self._rollouts.versions.offer_newest
             backend.on_missing = self._rollouts.versions.note_missing
         self._exchange = Exchange(backend, *layouts)
-        self._is_agents_step = False  # Whether workers choose the actions of the step under way.
+        self._is_agents_step = False  # Whether the workers choose the actions of the pending step.
         self._is_exchanging = False  # Whether `send` or `recv` may have left something behind.
         self._agent: tuple[object, tuple[str, ...] | None, Policy] | None = None
         self._are_alike = False  # Whether it is known that the environments are all of one kind.
-        self._recorder: weakref.ref[object] | None = None  # Who lets the workers record.
+        self._recorder: weakref.ref[object] | None = None  # The Recorder that the workers record for.
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -214,9 +215,9 @@ class ClusterEnv(BackedVectorEnv):
 
         Args:
             actions: One action per environment, shape `(num_envs, *action_shape)`, or a sequence of single actions. Or
-                an agent: then the workers choose the actions, and the info holds "action", whatever else the policy
-                returns ("logprob", "value", ...) and "policy_version".
-            values: With an agent: per-call values for its policy, such as `{"epsilon": 0.1}`.
+                an agent: the workers then choose the actions, and the info holds "action", "policy_version" and
+                whatever else the policy returns ("logprob", "value", ...).
+            values: Per-call values for the agent's policy, such as `{"epsilon": 0.1}`; only with an agent.
 
         Raises:
             WorkerFailed: An environment raised.
@@ -228,16 +229,16 @@ class ClusterEnv(BackedVectorEnv):
                 self._start_step(actions, values)
                 return self._step_wait(None)
             except BaseException:
-                self._pending = before  # Nobody waits for what was begun here.
+                self._pending = before  # Nobody will wait for the step that was started here.
                 raise
 
     def reset_async(self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> None:
-        """Start a reset; `reset_wait` brings its results."""
+        """Start a reset; `reset_wait` returns its results."""
         with self._owner:
             super().reset_async(seed, options)
 
     def step_async(self, actions: Any, *, values: Mapping[str, Any] | None = None) -> None:
-        """Start a step; `step_wait` brings its results."""
+        """Start a step; `step_wait` returns its results."""
         with self._owner:
             self._start_step(actions, values)
 
@@ -246,7 +247,7 @@ class ClusterEnv(BackedVectorEnv):
             self._check_idle("step_async")
         if isinstance(actions, np.ndarray) or is_batch(actions):
             if values:
-                raise TypeError("values= goes with an agent, whose policy is given them, not with actions.")
+                raise TypeError("values= are passed to an agent's policy and cannot be combined with actions.")
             self._is_agents_step = False
             self._pending = "step", self._backend.step(self._actions.place(actions))
         else:
@@ -265,19 +266,18 @@ class ClusterEnv(BackedVectorEnv):
         values: Mapping[str, Any] | None = None,
         extras: Sequence[str] | None = None,
     ) -> Rollout:
-        """Let the workers step every environment `num_steps` times, with actions the agent's policy chooses there.
+        """Step every environment `num_steps` times on the workers, where the agent's policy chooses the actions.
 
-        New weights of the agent are noticed automatically, and travel to a worker when the sync rule says so.
-        Episodes go on from one rollout to the next; environments that were never reset are reset first,
-        without a seed.
+        The agent's new weights are noticed automatically, and sent to a worker when the sync rule says so. Episodes
+        continue from one rollout to the next; environments that were never reset are reset first, without a seed.
 
         Args:
             agent: A torch module, a `Policy`, or a function from observations to actions.
-            num_steps: T.
+            num_steps: The number of steps per environment, T.
             values: Per-call values for the policy, such as `{"epsilon": 0.1}`.
-            extras: What is wanted besides actions, such as `("logprob",)`; by default all that the policy returns.
-                What is not wanted is not sent and, where the policy's parts are known, neither computed nor kept up to
-                date on workers. The same in every call, or the policy is sent anew.
+            extras: The names of the policy outputs to return besides actions, such as `("logprob",)`; by default all.
+                Other outputs are not sent and, if the policy's structure is known, neither computed nor kept up to date
+                on workers. Changing `extras` between calls sends the whole policy again.
 
         Raises:
             PolicyError: The agent cannot be read as a policy, or its actions do not fit the action space.
@@ -302,23 +302,23 @@ class ClusterEnv(BackedVectorEnv):
         values: Mapping[str, Any] | None = None,
         extras: Sequence[str] | None = None,
     ) -> Stream | InlineStream:
-        """Let the workers keep making rollouts, and yield them as they are made, while the caller learns from them.
+        """Have the workers make rollouts continuously, delivered as they finish, while the caller learns from them.
 
-        Use it as an iterator; as a context manager it is ended at the end of the block. It can be left and taken up
-        again. Any other call on this object ends it; rollouts that were not delivered are then thrown away, and
-        counted in `stats`. New weights of the agent are noticed automatically whenever the next rollout is asked for.
+        Iterate over the stream; used as a context manager, it ends with the block. The loop can be left and resumed
+        later. Any other call on this object ends the stream; rollouts not yet delivered are then discarded, and
+        counted in `stats`. The agent's new weights are noticed automatically whenever the next rollout is requested.
 
         Args:
             agent: As for `rollout`.
-            num_steps: T of each rollout.
-            min_envs: Gather the rollouts of at least this many environments into one. By default each worker's comes
-                separately. `Rollout.env_indices` says whose columns they are.
-            in_flight: How many rollouts a worker may make ahead of what was delivered. More keep it busy when learning
-                takes long, and make what it delivers older.
-            max_lag: Throw away, and count, rollouts of a policy more than this many versions behind, and bring their
-                worker up to date. By default what the sync rule allows, and a rollout more of every worker than may be
-                in flight: only a worker that is far slower than the others exceeds that. `math.inf` delivers all.
-            values: Per-call values for the policy; `stream.values` can be changed later.
+            num_steps: The number of steps of each rollout, T.
+            min_envs: Merge rollouts until they cover at least this many environments. By default each worker's rollout
+                is delivered separately. `Rollout.env_indices` gives the environment of each column.
+            in_flight: How many rollouts a worker may be ahead of what was delivered. More keep it busy when learning
+                takes long, but make its data older.
+            max_lag: Discard, and count, rollouts whose policy is more than this many versions behind, and bring their
+                worker up to date. The default is what the sync rule allows plus one rollout more per worker than may be
+                in flight, which only a worker far slower than the others exceeds. `math.inf` delivers all.
+            values: Per-call values for the policy; assign to `stream.values` to change them later.
             extras: As for `rollout`.
 
         Raises:
@@ -345,7 +345,9 @@ class ClusterEnv(BackedVectorEnv):
                 from clusterenv.inline import InlineStream
 
                 self._ensure_reset()
-                self._stream = InlineStream(lambda current: self._rollouts.rollout(policy, num_steps, current), values)
+                self._stream = InlineStream(
+                    lambda current: self._rollouts.rollout(policy, num_steps, current), values, self._owner
+                )
                 return self._stream
             check_collectable(*self._rollouts.layouts)
             with backend.without_late(), self._rollouts.distrust_after_failure():
@@ -368,27 +370,27 @@ class ClusterEnv(BackedVectorEnv):
         num_envs: int | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> Evaluation:
-        """Let the workers play whole episodes with the agent, exactly those that are asked for.
+        """Play a fixed set of whole episodes with the agent on the workers.
 
-        Episode i is reset with the seed `seed + i`, and counts however long it takes. One that is lost with its worker
-        is played again from its seed. The table does not depend on the number of workers or environments.
+        Episode i is reset with the seed `seed + i`, and counts however long it takes. If its worker is lost, it is
+        played again from that seed. The result does not depend on the number of workers or environments.
 
-        Evaluations have environments, a policy and random generators of their own, so training goes on afterwards as if
-        there had been none. The environments are made like the first one of the run, and kept for the next evaluation.
+        Evaluations use their own environments, policy and random generators, so training continues afterwards as if
+        there had been none. The environments are made like the run's first one, and kept for the next evaluation.
 
         Args:
             agent: As for `rollout`.
-            episodes: How many; 100 by default, or as many as there are seeds.
-            seed: Of the first episode, or a list with one for each.
-            options: For `reset`: a dict for all episodes, or a list with one for each.
-            max_steps: Truncate episodes that take longer. Without it, one that takes more than 100,000 is an error.
-            deterministic: Take each state's most likely action, or the mean, rather than draw one.
+            episodes: The number of episodes; by default 100, or the number of seeds.
+            seed: The seed of the first episode, or a list with one per episode.
+            options: The options for `reset`: a dict for all episodes, or a list with one per episode.
+            max_steps: Truncate episodes after this many steps. By default, more than 100,000 steps are an error.
+            deterministic: Take each state's most likely action, or the mean, instead of sampling.
             values: Per-call values for the policy, such as `{"epsilon": 0.05}`.
-            num_envs: How many environments to use at a time, over all workers; as many as the run has by default.
-            resume: A file in which each episode is written down when it ends. Those that it holds are not played again.
+            num_envs: How many environments to use at a time, over all workers; by default as many as the run has.
+            resume: A file to which each episode is written when it ends. Episodes already in it are not played again.
 
         Raises:
-            ConfigError: An argument is wrong, the file is another evaluation's, or an episode does not end.
+            ConfigError: An argument is wrong, the file belongs to another evaluation, or an episode does not end.
             PolicyError: The agent cannot be read as a policy, or cannot act deterministically.
             WorkerFailed: An environment or the policy raised on a worker.
             JournalError: The file cannot be written.
@@ -409,31 +411,31 @@ class ClusterEnv(BackedVectorEnv):
                 num_envs=num_envs,
                 resume=resume,
             )
-            # Not the policy of rollouts, which knows what workers hold: one of its own.
+            # A separate policy: the one for rollouts tracks which weights the workers hold.
             return evaluate(self._backend, scene, as_separate_policy(agent), agent, wish)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """End the workers and leave nothing behind.
+        """Stop the workers and leave nothing behind.
 
         Args:
-            timeout: How many seconds workers get to close their environments before they are killed;
-                `Timeouts.close_s` by default.
-            terminate: Do not wait for them at all.
+            timeout: How many seconds workers have to close their environments before they are killed; by default
+                `Timeouts.close_s`.
+            terminate: Kill the workers without waiting.
         """
         if self._stream is not None and self._owner.is_here:
             self._stream.abandon()
         super().close_extras(timeout, terminate)
 
     def send(self, actions: Any, env_ids: Any) -> None:
-        """Give some environments their actions, for `recv` to bring the results of whichever are ready first.
+        """Send actions to some environments; `recv` returns the results of whichever are ready first.
 
-        A worker steps its environments when all of them have an action. For learners that choose actions on the head
-        and do not want to wait for the slowest worker at every step.
+        A worker steps its environments once all of them have an action. This is for learners that choose actions on the
+        head and do not want to wait for the slowest worker at every step.
 
         Args:
-            actions: One per environment, in the order of `env_ids`. Environments get them in the dtype of their space;
-                what would change by that, as 1.9 for a `Discrete` would, is refused.
-            env_ids: Which environments.
+            actions: One per environment, in the order of `env_ids`. They are converted to the dtype of the action
+                space; values that the conversion would change, such as 1.9 for a `Discrete`, are refused.
+            env_ids: The indices of the environments.
         """
         with self._owner:
             if self._pending is None or self._pending[0] != "send":
@@ -442,9 +444,9 @@ class ClusterEnv(BackedVectorEnv):
                 self._exchange.send(actions, np.asarray(env_ids))
 
     def recv(self, timeout: float | None = None) -> StepResult:
-        """Return what `step` does, for the environments that are ready, at least one worker's.
+        """Return step results for the environments that are ready, waiting for at least one worker.
 
-        Rows are in the order of `info["env_id"]`.
+        Row i belongs to environment `info["env_id"][i]`.
         """
         with self._owner:
             self._check_open()
@@ -454,7 +456,7 @@ class ClusterEnv(BackedVectorEnv):
             return received
 
     def publish(self, agent: Any) -> None:
-        """Say that the agent's weights have changed, where that cannot be noticed: they become the next version."""
+        """Announce that the agent's weights have changed, if that cannot be detected: they become the next version."""
         with self._owner:
             known = self._agent is not None and self._agent[0] is agent
             announce(self._policy_of(agent, self._agent[1] if known and self._agent is not None else None))
@@ -462,26 +464,26 @@ class ClusterEnv(BackedVectorEnv):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What the run has done and what it has cost, as a plain mapping: steps, pulls, bytes by kind, idle time.
+        """What the run has done and what it has cost, as a plain dict: steps, pulls, bytes by kind, idle time.
 
-        `workers` is how many there are now, `workers_mean` how many there were on average since the run began, and
-        `worker_hours` for how long they have been there, all together.
+        `workers` is the number of workers now, `workers_mean` their average number since the run began, and
+        `worker_hours` the total time they have existed.
         """
         backend = self._backend
         workers = backend.supervisor.attendance.report(time.monotonic()) if isinstance(backend, Remote) else {}
         return self._rollouts.stats.report(self.num_workers) | workers
 
     def summary(self) -> str:
-        """Say in a sentence what was done, and what the sync rule saved against pulling every version."""
+        """Say in a sentence what was done, and what the sync rule saved compared to pulling every version."""
         return self._rollouts.stats.summary()
 
     @property
     def run_id(self) -> int:
-        """A number of this run's own, which its rollouts have, too: `rollout.positions.run`."""
+        """The number that identifies this run; its rollouts hold it as `rollout.positions.run`."""
         return self._rollouts.run
 
     def _begin_recording(self, recorder: object, directory: str, about: Mapping[str, Any]) -> None:
-        """Let every worker record, in this directory of its machine, what `_record` lets it make."""
+        """Have every worker record the rollouts of `_record` in this directory on its own machine."""
         with self._owner:
             self._check_idle("Recorder")
             backend = self._backend
@@ -501,10 +503,10 @@ class ClusterEnv(BackedVectorEnv):
     def _record(
         self, agent: Any, num_steps: int, values: Mapping[str, Any] | None, number: int
     ) -> tuple[Episodes, list[str], RecordingError | None]:
-        """Do as `rollout` does, with the newest weights, but let the workers record and keep what they make.
+        """Make a rollout with the newest weights that the workers record and keep instead of sending it.
 
         Returns:
-            The episodes that finished, the files that were written to, as `host:path`, and why others were not.
+            The episodes that finished, the files that were written to, as `host:path`, and any failure to write.
         """
         with self._owner:
             self._check_idle("collect")
@@ -516,15 +518,15 @@ class ClusterEnv(BackedVectorEnv):
             failure = None
             if failed := [(worker, reason) for worker, _, reason in records if reason]:
                 worker, reason = failed[0]
-                others = f", nor by {len(failed) - 1} others" if len(failed) > 1 else ""
+                others = f" and {len(failed) - 1} others" if len(failed) > 1 else ""
                 failure = RecordingError(
-                    f"A rollout could not be recorded by {worker}{others}: {reason} What was recorded before is there, "
-                    "and so is what other workers have made; the run may go on, and later rollouts may be recorded."
+                    f"A rollout could not be recorded by {worker}{others}: {reason} Earlier rollouts, and those of "
+                    "other workers, are unaffected; the run can continue, and later rollouts can be recorded."
                 )
             return episodes, [f"{worker.hostname}:{path}" for worker, path, reason in records if not reason], failure
 
     def _end_recording(self) -> None:
-        """Let the workers record no more."""
+        """Stop the workers from recording."""
         backend = self._backend
         if isinstance(backend, Remote) and not self.closed:
             with self._owner:
@@ -533,7 +535,7 @@ class ClusterEnv(BackedVectorEnv):
         self._recorder = None
 
     def _policy_of(self, agent: object, extras: Sequence[str] | None = None) -> Policy:
-        """Return the agent as a policy: the same one as long as it is the same agent, wanted for the same."""
+        """Return the agent as a policy: the same one as long as the agent and the extras are the same."""
         if isinstance(extras, str):
             raise ConfigError(f"extras must be a sequence of names, such as ({extras!r},), got the text {extras!r}.")
         wanted = None if extras is None else tuple(extras)
@@ -542,7 +544,6 @@ class ClusterEnv(BackedVectorEnv):
         return self._agent[2]
 
     def _scene(self) -> Scene:
-        """Return what evaluations take place in."""
         from clusterenv.evaluation.alike import check_alike
         from clusterenv.evaluation.evaluate import Scene
 
@@ -584,17 +585,17 @@ class ClusterEnv(BackedVectorEnv):
             self._stream.close()
             self._stream = None
         if self._is_exchanging and name != "send":
-            self._exchange.forget()  # It was interrupted.
+            self._exchange.forget()  # The exchange was interrupted.
             self._is_exchanging = False
 
     @contextlib.contextmanager
     def _exchanging(self) -> Iterator[None]:
-        """Note afterwards whether results are to be received. After Ctrl-C they may be, but any other call may come."""
+        """Note afterwards whether results are still pending. After Ctrl-C they may be, but any call is allowed."""
         self._is_exchanging = True
         try:
             yield
         except WorkerLost:
-            self._exchange.forget()  # For good: other calls say so, too.
+            self._exchange.forget()  # The loss is final: other calls raise WorkerLost, too.
             raise
         except BaseException as error:
             if not isinstance(error, Exception):

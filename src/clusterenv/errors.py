@@ -9,8 +9,8 @@ ClusterEnvError
 ├── WorkerFailed (RuntimeError, ...)    an environment, a policy or a factory raised on a worker
 ├── ConcurrentUse (RuntimeError)        two threads, or a forked process, use one object
 ├── JournalError (OSError)              an evaluation's file cannot be read or written
-├── SpaceMismatch (ValueError)          an environment returned what its own space does not allow
-├── RecordingError (OSError)            what was recorded cannot be written, or read
+├── SpaceMismatch (ValueError)          an environment returned something its own space does not allow
+├── RecordingError (OSError)            a recording cannot be written or read
 ├── PolicyError (ValueError)            an agent cannot be read, or weights do not fit it
 └── WireError (ValueError)              bytes that are not a valid message
 """
@@ -22,9 +22,9 @@ import functools
 import multiprocessing
 from typing import Any
 
-# A `for` loop, or a generator, would take the first two for an end; groups cannot be made without their exceptions.
+# A `for` loop or a generator would take the first two as its end; groups cannot be made without their exceptions.
 _NEVER_ALSO = (StopIteration, StopAsyncIteration, BaseExceptionGroup)
-_HEAP_TYPE = 1 << 9  # CPython's flag of classes that were made by a class statement.
+_HEAP_TYPE = 1 << 9  # CPython's flag for classes made by a class statement.
 
 
 class ClusterEnvError(Exception):
@@ -61,21 +61,21 @@ class WorkerLost(ClusterEnvError, RuntimeError):
 
 
 class BudgetSpent(ClusterEnvError, RuntimeError):
-    """The workers of a run have been there for as many hours as `Faults(max_worker_hours=...)` allows."""
+    """The run has used all the worker-hours that `Faults(max_worker_hours=...)` allows."""
 
 
 class WorkerFailed(ClusterEnvError, RuntimeError):
     """An environment, a policy, a factory, or a function given to `apply` raised an exception on a worker.
 
-    If that was of a built-in type, or of one that descends from it, this is an instance of that type as well, so that
-    `except ValueError` catches it; not for StopIteration and StopAsyncIteration, nor for what is not an Exception
-    (SystemExit, KeyboardInterrupt, ...), which arrive as a plain WorkerFailed.
+    If the original exception was of a built-in type, or a subclass of one, this error is an instance of that type as
+    well, so that `except ValueError` catches it. StopIteration, StopAsyncIteration and anything that is not an
+    Exception (SystemExit, KeyboardInterrupt, ...) arrive as a plain WorkerFailed.
 
-    `__cause__` is an exception of the original type where that type is known on the head.
+    `__cause__` is an exception of the original type, if that type is known on the head.
 
     Attributes:
         worker_index: Which worker.
-        env_indices: The environments concerned: one if it is known which, else the worker's whole shard.
+        env_indices: The environment that failed, if it is known which; otherwise the worker's whole shard.
         remote_traceback: The traceback as the worker formatted it, from the user's first frame on.
     """
 
@@ -88,7 +88,7 @@ class WorkerFailed(ClusterEnvError, RuntimeError):
         self.remote_traceback = remote_traceback
 
     def __str__(self) -> str:
-        return str(self.args[0])  # Not as a KeyError, say, would show it.
+        return str(self.args[0])  # A KeyError, for one, would show the message's repr.
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore_failure, (self._also, self.args[0]), self.__dict__
@@ -98,7 +98,7 @@ def worker_failed_type(name: str) -> type[WorkerFailed]:
     """Return WorkerFailed, or a subclass of it that is also of a built-in type.
 
     Args:
-        name: Of the type. One that is not known, or must not be caught as what it is, is passed over.
+        name: The name of the built-in type. If it is unknown, or must not be caught as such, it is ignored.
     """
     kind = _KNOWN.get(name)
     if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, _NEVER_ALSO):
@@ -111,8 +111,8 @@ def _make_failed_type(name: str) -> type[WorkerFailed]:
     kind: type[Exception] = _KNOWN[name]
 
     def make(cls: type[WorkerFailed], message: str, **attributes: object) -> WorkerFailed:
-        # That of the built-in type whose layout it has: an OSError, say, has more fields than a RuntimeError. Without
-        # arguments: some types insist on more than one.
+        # Use the __new__ of the built-in type whose memory layout the class has: an OSError has more fields than a
+        # RuntimeError. Without arguments, as some types insist on more than one.
         layout: Any = cls
         while layout.__flags__ & _HEAP_TYPE and layout.__base__ is not None:
             layout = layout.__base__
@@ -124,17 +124,17 @@ def _make_failed_type(name: str) -> type[WorkerFailed]:
 
 
 def _restore_failure(name: str, message: str) -> WorkerFailed:
-    """Unpickle: the attributes follow as the state."""
+    """Unpickle; the attributes follow as the pickle's state."""
     return worker_failed_type(name)(message, worker_index=-1, env_indices=(), remote_traceback="")
 
 
 def _restore_loss(message: str) -> WorkerLost:
-    """Unpickle: the attributes follow as the state."""
+    """Unpickle; the attributes follow as the pickle's state."""
     return WorkerLost(message, worker_index=-1, env_indices=())
 
 
 class ConcurrentUse(ClusterEnvError, RuntimeError):
-    """Two threads at a time, or a forked copy of the process, use the same environments."""
+    """Two threads at once, or a forked copy of the process, use the same environments."""
 
 
 class JournalError(ClusterEnvError, OSError):
@@ -146,7 +146,7 @@ class SpaceMismatch(ClusterEnvError, ValueError):
 
 
 class RecordingError(ClusterEnvError, OSError):
-    """What a recorder was given cannot be written, or what one has written cannot be read."""
+    """A recorder cannot write its data, or recorded data cannot be read."""
 
 
 class PolicyError(ClusterEnvError, ValueError):
@@ -157,6 +157,6 @@ class WireError(ClusterEnvError, ValueError):
     """Bytes that are not a valid message: wrong type, dtype, shape or size."""
 
 
-# Of ours, those that a worker may raise, and that a user may want to catch by their names.
+# Those of our errors that a worker may raise and a user may want to catch by name.
 OWN_TYPES: tuple[type[Exception], ...] = (ConfigError, SpaceMismatch, PolicyError)
 _KNOWN: dict[str, Any] = {**vars(builtins), **{kind.__name__: kind for kind in OWN_TYPES}}

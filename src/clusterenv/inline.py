@@ -1,4 +1,4 @@
-"""Inline: the stand-in for remote workers when there are none, and everything runs in the head's own process."""
+"""Inline: stands in for remote workers when there are none, and runs everything in the head's own process."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from clusterenv.worker.shard import Shard, unpickle
 
 Work = Callable[[], Outcome]
 
-_ANSWER_S = 0.2  # How often an evaluation says what is over.
+_ANSWER_S = 0.2  # How often an evaluation reports finished episodes.
 
 
 class InlineCall:
-    """A call that runs when it is waited for, so that an exception comes up where the user stands.
+    """A call that runs when it is waited for, so that exceptions are raised where the user waits.
 
     Attributes:
-        waiting: Whose answer is missing, as a `PendingCall` has it.
-        replies: What it brought.
-        failed: Nothing: an exception is raised as it is.
+        waiting: The worker if the call has not run yet, as in a `PendingCall`.
+        replies: The outcome, by worker.
+        failed: Always empty, since exceptions are raised as they are.
     """
 
     def __init__(self, worker: Worker, work: Work) -> None:
@@ -57,7 +57,7 @@ class InlineCall:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do it, whatever comes of it."""
+        """Run the call, and keep its outcome or exception."""
         worker = next(iter(self.waiting))
         self.waiting = {}
         try:
@@ -66,7 +66,7 @@ class InlineCall:
             self._error = error
 
     def result(self) -> Outcome:
-        """Return what it brought, or raise what was raised."""
+        """Return the outcome, or raise the exception."""
         if self._error is not None:
             raise self._error
         outcome: Outcome = next(iter(self.replies.values()))
@@ -74,16 +74,16 @@ class InlineCall:
 
 
 class Inline:
-    """One worker that is not a process of its own.
+    """One worker that runs in the head's process.
 
     A policy is copied, and updated by the sync rule, just as on a real worker.
 
     Attributes:
-        workers: Its only record.
-        description: What the environments are like.
+        workers: The record of this one worker.
+        description: The description of the environments.
     """
 
-    losses: Sequence[Any] = ()  # There is nobody to lose.
+    losses: Sequence[Any] = ()  # There is no worker to lose.
 
     def __init__(self, assignment: Assignment) -> None:
         """Make the environments; `open` follows."""
@@ -135,7 +135,7 @@ class Inline:
         return self.step(None)
 
     def finish(self, call: InlineCall, _timeout_s: float | None = None) -> Outcome:
-        """Do what was noted. There is nobody to wait for, so the timeout has no meaning."""
+        """Run the call. There is no worker to wait for, so the timeout has no meaning."""
         if call.waiting:
             call.run()
         return call.result()
@@ -151,20 +151,20 @@ class Inline:
 
     @property
     def deferred(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: there is nobody who could be left half told."""
+        """Does nothing: there are no messages that could be interrupted."""
         return contextlib.nullcontext()
 
     def settle(self) -> None:
         """Do nothing: nothing is ever under way."""
 
     def raise_fatal(self, workers: Iterable[Worker]) -> None:
-        """Do nothing: there is nobody to lose."""
+        """Do nothing: there is no worker to lose."""
 
     def note_reset(self) -> None:
-        """Do nothing: there is nobody to take over."""
+        """Do nothing: there is no worker to replace."""
 
     def adopt(self, policy: Policy, spec: WeightsSpec, version: int, arguments: Mapping[str, Any]) -> int:
-        # Made as a worker's is: what would not reach a worker must not reach this one.
+        # Copied as for a worker: what would not reach a worker must not be available here.
         weights = spec.decode(spec.encode(policy.weights()))
         code = cloudpickle.dumps(policy)
         self._shard.adopt(lambda: unpickle(code), version, weights, lambda copied: _read(copied, arguments))
@@ -196,7 +196,7 @@ class Inline:
         self, plan: EvaluationPlan, episodes: Sequence[Episode], dealer: Dealer, num_envs: int
     ) -> Generator[list[Finished], None, None]:
         """Play the dealer's episodes; see `head.evaluating`."""
-        # The policy is copied, as for a worker; the factory need not be one that can be sent.
+        # The policy is copied, as for a worker; the factory is not, as it may not be picklable.
         begun: EvaluationPlan | None = replace(plan, policy=unpickle(pickle_policy(plan.policy)))
         worker = self.workers[0]
         while dealer.num_left:
@@ -218,7 +218,7 @@ class Inline:
         return self._call
 
     def _fill(self, step: Callable[[int], tuple[Infos, Probes | None]]) -> Outcome:
-        """Step into the other buffer, which is shown from then on, whatever comes of it."""
+        """Step into the other buffer, which is shown from then on, even if the step raises."""
         worker = self.workers[0]
         buffer = 1 - worker.shown
         try:
@@ -229,55 +229,67 @@ class Inline:
 
     def _stepped(self, infos: Infos, probes: Probes | None = None) -> Outcome:
         host = self._shard.host
-        # Copies, as from a worker: an environment may write its next observation into the same object.
+        # Copied, as from a worker: an environment may write its next observation into the same object.
         objects = copy.deepcopy(host.objects())
-        said = [] if (packed := _pack(probes)) is None else [(0, packed)]
+        said = [] if (packed := _pack(probes)) is None else [(0, self.workers[0].incarnation, packed)]
         return Outcome(complete(infos, self._num_envs), objects, [], list(host.errors), said)
 
     def _load(self, instructions: Instructions) -> tuple[int, Mapping[str, Any]]:
-        """Take new weights, if any; returns how many probes are wanted, and the values for the policy."""
+        """Load new weights, if any; returns the number of probes, and the per-call values for the policy."""
         if instructions.pulls:
             self._shard.load(instructions.version, self._weights)
         return instructions.num_probes.get(self.workers[0], 0), _read(self._shard.policy, instructions.arguments)
 
 
 def _read(policy: Policy, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return per-call values as a worker's policy would read them: an agent's copy has classes of its own."""
+    """Return per-call values as a worker's policy would read them, since an agent's copy has its own classes."""
     if SCALARS.issuperset(map(type, arguments.values())) or not is_delivered(policy):
         return arguments
     return read_values(policy, pickle_arguments(arguments))
 
 
 def _pack(probes: Probes | None) -> bytes | None:
-    """Encode probes as a worker does, so that they are counted and checked as a worker's are."""
+    """Encode probes as a worker does, so that they are counted and checked in the same way."""
     return None if probes is None else codec.dumps(pack(probes))
 
 
 class InlineStream:
-    """A stream where there are no workers: each rollout is made when it is asked for.
+    """A stream without workers: each rollout is made when it is requested.
 
     Attributes:
         values: Per-call values for the policy.
-        is_open: Whether it goes on.
+        is_open: Whether the stream has not ended.
     """
 
-    def __init__(self, rollout: Callable[[Mapping[str, Any]], Rollout], values: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        rollout: Callable[[Mapping[str, Any]], Rollout],
+        values: Mapping[str, Any],
+        owner: contextlib.AbstractContextManager[None],
+    ) -> None:
+        """Make rollouts with this function; the owner keeps other threads out of the environments."""
         self.values = dict(values)
-        self._rollout = rollout
         self.is_open = True
+        self._rollout = rollout
+        self._owner = owner
 
     def __iter__(self) -> Self:
         """Return the stream itself."""
         return self
 
     def __next__(self) -> Rollout:
-        """Make a rollout."""
+        """Make a rollout; an exception ends the stream."""
         if not self.is_open:
             raise StopIteration
-        return self._rollout(self.values)
+        with self._owner:
+            try:
+                return self._rollout(self.values)
+            except BaseException:
+                self.is_open = False
+                raise
 
     def close(self) -> None:
-        """End it."""
+        """End the stream."""
         self.is_open = False
 
     abandon = close
@@ -287,5 +299,5 @@ class InlineStream:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End it."""
+        """End the stream."""
         self.close()

@@ -1,6 +1,6 @@
-"""From what users have (an agent of some framework, a function) to a policy.
+"""Adapters: turn what users have (a framework's agent, a function) into a policy.
 
-Each framework's adapter is imported only when an agent of that framework is given.
+A framework's adapter is imported only when an agent of that framework is given.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def as_policy(agent: object) -> Policy:
     """Return the agent if it is a policy already, otherwise wrap it: a torch module, a TorchRL actor, ..., a function.
 
     Raises:
-        PolicyError: It is none of these, or it is unclear how it chooses actions.
+        PolicyError: The agent is none of these, or it is unclear how it chooses actions.
     """
     if isinstance(agent, type):
         raise PolicyError(f"{agent.__name__} is a class; give an instance of it: {agent.__name__}(...).")
@@ -29,6 +29,11 @@ def as_policy(agent: object) -> Policy:
         raise PolicyError(
             f"The predict of a {type(owner).__name__} returns (actions, state), not actions. Give the model itself: "
             "envs.rollout(model, ...); or lambda obs: model.predict(obs)[0]."
+        )
+    if owner is not None and getattr(agent, "__name__", "") == "get_action_and_value":
+        raise PolicyError(
+            f"The get_action_and_value of a {type(owner).__name__} returns (action, logprob, entropy, value), not "
+            "actions. Give the agent itself: envs.rollout(agent, ...)."
         )
     origins = _origins(agent)
     if "stable_baselines3" in origins:
@@ -53,6 +58,12 @@ def as_policy(agent: object) -> Policy:
         )
     if callable(agent):
         return FunctionPolicy(agent, _array_kinds())
+    if callable(getattr(agent, "get_action_and_value", None)):
+        raise PolicyError(
+            f"A {type(agent).__name__} has get_action_and_value(), but is not a torch.nn.Module. Make its class one, "
+            "so that the method is called with tensors; or give a function over numpy, such as lambda obs: "
+            "agent.get_action_and_value(obs)[0]."
+        )
     raise PolicyError(
         f"An object of type {type(agent).__name__} is not a policy. Give {_instead_of(agent)}a torch module, a "
         "function from observations to actions, or an object with the methods of clusterenv.policy.Policy (BasePolicy "
@@ -61,14 +72,14 @@ def as_policy(agent: object) -> Policy:
 
 
 def as_travelling_policy(agent: object, extras: tuple[str, ...] | None = None) -> Policy:
-    """Return the agent as a policy of which everything that can change reaches the workers.
+    """Return the agent as a policy whose every change reaches the workers.
 
     Args:
         agent: As for `as_policy`.
-        extras: What is wanted of it in rollouts besides actions; None: everything it returns.
+        extras: The policy's outputs, besides actions, that rollouts should hold; None: all of them.
 
     Raises:
-        PolicyError: It cannot be read as a policy.
+        PolicyError: The agent cannot be read as a policy.
     """
     policy = as_policy(agent)
     if policy is agent and not hasattr(policy, "contents"):
@@ -77,10 +88,10 @@ def as_travelling_policy(agent: object, extras: tuple[str, ...] | None = None) -
 
 
 def as_separate_policy(agent: object) -> Policy:
-    """Return the agent as a policy that travels, and that nobody else uses: not even the agent itself, if it is one.
+    """Return the agent as a travelling policy that nobody else uses, even if the agent itself is a policy.
 
     Raises:
-        PolicyError: It cannot be read as a policy.
+        PolicyError: The agent cannot be read as a policy.
     """
     policy = as_travelling_policy(agent)
     beside = getattr(policy, "beside", None)
@@ -88,7 +99,7 @@ def as_separate_policy(agent: object) -> Policy:
 
 
 def _instead_of(agent: object) -> str:
-    """Return what to give in place of an object that has a method for it, in an unfinished sentence."""
+    """Return the beginning of a sentence that names one of the agent's methods to give instead, if it has one."""
     if callable(getattr(agent, "act", None)):
         return "its method (agent.act, from a batch of observations to the actions), "
     if callable(getattr(agent, "predict", None)):
@@ -97,7 +108,7 @@ def _instead_of(agent: object) -> str:
 
 
 def _origins(agent: object) -> set[str]:
-    """Return the packages that an object's class descends from."""
+    """Return the packages of an object's class and its base classes."""
     return {base.__module__.partition(".")[0] for base in type(agent).__mro__}
 
 

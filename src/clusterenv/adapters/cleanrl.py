@@ -1,4 +1,4 @@
-"""CleanRL: a ClusterEnv with the infos that its scripts read, those of Gymnasium 0.29.
+"""CleanRL: a ClusterEnv with the infos of Gymnasium 0.29, which CleanRL's scripts read.
 
 envs = CleanRLView(ClusterEnv([make_env(...) for i in range(args.num_envs)], autoreset_mode="SameStep"))
 """
@@ -28,10 +28,10 @@ class CleanRLView(VectorWrapper[Any, Any, Any, Any, NDArray[Any]]):
         """Wrap a ClusterEnv, or another vector environment that resets in the same step.
 
         Args:
-            env: Made with `autoreset_mode="SameStep"`.
+            env: The vector environment, made with `autoreset_mode="SameStep"`.
 
         Raises:
-            ConfigError: It has another autoreset mode, or was made with `copy=False`.
+            ConfigError: The vector environment has another autoreset mode, or was made with `copy=False`.
         """
         check_same_step(env, "CleanRLView")
         super().__init__(env)
@@ -50,7 +50,7 @@ class CleanRLView(VectorWrapper[Any, Any, Any, Any, NDArray[Any]]):
         return obs, rewards, terminations, truncations, _gather(rows)
 
     def rollout(self, agent: Any, num_steps: int, **options: Any) -> Any:
-        """Make a rollout as `ClusterEnv.rollout` does; it has no infos to present."""
+        """Make a rollout as `ClusterEnv.rollout` does; rollouts have no infos to convert."""
         return self._cluster("rollout")(agent, num_steps, **options)
 
     def stream(self, agent: Any, num_steps: int, **options: Any) -> Any:
@@ -68,7 +68,7 @@ class CleanRLView(VectorWrapper[Any, Any, Any, Any, NDArray[Any]]):
         return found
 
     def _cluster(self, name: str) -> Any:
-        """Return an attribute of the ClusterEnv, if nothing is in between: what is, would not take part."""
+        """Return an attribute of the ClusterEnv, if no wrapper is in between: such a wrapper would have no effect."""
         if not hasattr(self.env, name):
             raise ConfigError(
                 f"{self.env} has no {name}(): wrappers of vector environments act on step() and reset() on the head, "

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from clusterenv.errors import ConfigError
 from clusterenv.setup.factories import NativeVector
 
-_ROW_NUMBERS = ("env_id", "players")  # Row i is environment i: indices within one pool would only mislead.
+_ROW_NUMBERS = ("env_id", "players")  # Row i is environment i: indices within one worker's pool would mislead.
 
 
 class EnvPool(NativeVector):
@@ -27,7 +27,7 @@ class EnvPool(NativeVector):
 
         Args:
             env_id: One of `envpool.list_all_envs()`.
-            kwargs: For `envpool.make_gymnasium`. `num_threads` defaults to the worker's share of the cores.
+            kwargs: Arguments for `envpool.make_gymnasium`. `num_threads` defaults to the worker's share of the cores.
         """
         for name in ("num_envs", "batch_size", "seed", "env_seed"):
             if name in kwargs:
@@ -57,7 +57,7 @@ class _PoolVector(VectorEnv[Any, Any, NDArray[Any]]):
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        # Given a seed, the pool is made again, because EnvPool takes seeds only then.
+        # With a seed, the pool is made again: EnvPool takes seeds only when it is made.
         mask = (options or {}).get("reset_mask")
         if mask is not None:
             return self._reset_some(mask, seed)

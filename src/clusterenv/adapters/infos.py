@@ -11,15 +11,15 @@ from clusterenv.errors import ConfigError
 
 
 def split_infos(infos: dict[str, Any], num_envs: int) -> list[dict[str, Any]]:
-    """Return one info per environment, with the keys that it gave according to their `_key` masks.
+    """Return one info per environment, with the keys that the environment gave according to their `_key` masks.
 
-    Numbers are numpy scalars, whatever type the environment gave.
+    Numbers are numpy scalars, whatever type the environment returned.
     """
     rows: list[dict[str, Any]] = [{} for _ in range(num_envs)]
     for key, value in infos.items():
         mask = infos.get(f"_{key}")
         if not isinstance(mask, np.ndarray):
-            continue  # It is a mask itself.
+            continue  # The key is itself a mask.
         parts = split_infos(value, num_envs) if isinstance(value, dict) else value
         for row in np.flatnonzero(mask).tolist():
             rows[row][key] = parts[row]
@@ -30,8 +30,8 @@ def split_endings(infos: dict[str, Any], num_envs: int) -> tuple[list[dict[str, 
     """Split the infos of a step in SAME_STEP mode.
 
     Returns:
-        One info per environment, which is the new episode's first where the last has ended; and, for environments
-        where an episode has ended, its last observation and info.
+        One info per environment, which is the new episode's first if the last one has ended; and, by environment, the
+        last observation and info of each episode that has ended.
     """
     if "final_obs" not in infos:
         return split_infos(infos, num_envs), {}

@@ -33,12 +33,12 @@ class ClusterVecEnv(VecEnv):
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any] | Sequence[EnvFactory], **options: Any) -> None:
-        """Wrap a ClusterEnv, or make one from factories, as SB3's own classes do; closing this closes it.
+        """Wrap a ClusterEnv, or make one from factories, as SB3's own classes do; `close` also closes the ClusterEnv.
 
         Args:
-            envs: Made with `autoreset_mode="SameStep"`: SB3 expects the next episode's first observation in the step
-                that ends the last one. Or factories, one per environment.
-            options: With factories: further arguments for ClusterEnv.
+            envs: A ClusterEnv made with `autoreset_mode="SameStep"`, because SB3 expects the next episode's first
+                observation in the step that ends the last one. Or factories, one per environment.
+            options: Further arguments for ClusterEnv, if `envs` are factories.
 
         Raises:
             ConfigError: The ClusterEnv has another autoreset mode, or was made with `copy=False`.
@@ -57,7 +57,7 @@ class ClusterVecEnv(VecEnv):
 
     def reset(self) -> VecEnvObs:
         """Reset all environments, with the seeds and options set since the last reset."""
-        # `set_options` repeats a single dict, so environments are grouped by its identity; most often in one group.
+        # `set_options` repeats a single dict, so environments are grouped by its identity, usually into one group.
         groups: dict[int | None, list[int]] = {}
         for index, options in enumerate(self._options):
             groups.setdefault(id(options) if options else None, []).append(index)
@@ -95,7 +95,7 @@ class ClusterVecEnv(VecEnv):
         return all(self.envs.apply(lambda env: env.has_wrapper_attr(attr_name), range(self.num_envs)))
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        """Read an attribute through wrappers; its value must be one that can be sent without pickle."""
+        """Read an attribute through wrappers; its value must be sendable without pickle."""
         found = self.envs.get_attr(attr_name)
         return [found[index] for index in self._get_indices(indices)]
 
@@ -109,7 +109,7 @@ class ClusterVecEnv(VecEnv):
     def env_method(
         self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method, looking through wrappers, of these environments only."""
+        """Call a method, through wrappers, of the given environments."""
 
         def call_method(env: Any) -> Any:
             return env.get_wrapper_attr(method_name)(*method_args, **method_kwargs)
@@ -119,7 +119,7 @@ class ClusterVecEnv(VecEnv):
     def env_is_wrapped(
         self, wrapper_class: type[Wrapper[Any, Any, Any, Any]], indices: VecEnvIndices = None
     ) -> list[bool]:
-        """Tell which environments have a wrapper of this class."""
+        """Return whether each environment has a wrapper of this class."""
         wanted = (wrapper_class.__module__, wrapper_class.__qualname__)  # Workers may be unable to import the class.
 
         def is_wrapped(env: Any) -> bool:

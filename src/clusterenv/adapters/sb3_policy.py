@@ -25,13 +25,14 @@ log = logging.getLogger(__name__)
 
 
 def sb3_policy(agent: BaseAlgorithm | SB3Policy) -> TorchPolicy:
-    """Read a model, or its `policy`, as what chooses actions.
+    """Return a policy that acts as a model, or its `policy`, does.
 
     PPO and A2C return "logprob" and "value", SAC "logprob". Actions of Gaussian policies are not clipped: give the
-    environment a `ClipAction` wrapper. A DQN is greedy but for `values={"epsilon": ...}`, a TD3 exact but for "noise".
+    environment a `ClipAction` wrapper. A DQN is greedy unless `values={"epsilon": ...}` is given, and a TD3 is
+    deterministic unless "noise" is.
 
     Raises:
-        PolicyError: It is of another kind.
+        PolicyError: The model is of another kind.
     """
     policy: Any = agent.policy if isinstance(agent, BaseAlgorithm) else agent
     normalizer = agent.get_vec_normalize_env() if isinstance(agent, BaseAlgorithm) else None
@@ -87,7 +88,7 @@ def _bounds(actor: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Sb3Models(NumpyArrays):
-    """Lets a function that refers to a model, such as `lambda obs: model.predict(obs)[0]`, travel with its policy only.
+    """Replaces a model that a function refers to, as in `lambda obs: model.predict(obs)[0]`, with its policy only.
 
     A model also holds its environments, its buffers and its logger.
     """
@@ -111,7 +112,7 @@ class Predictor:
     """Stands in for a model on workers.
 
     Attributes:
-        policy: The model's.
+        policy: The model's policy.
     """
 
     def __init__(self, policy: Any) -> None:
@@ -119,6 +120,6 @@ class Predictor:
 
     @property
     def predict(self) -> Callable[..., Any]:
-        """What the model's `predict` does."""
+        """The policy's `predict`, which does what the model's does."""
         found: Callable[..., Any] = self.policy.predict
         return found

@@ -1,4 +1,4 @@
-"""TensorDict modules, as TorchRL's actors are, as policies on workers."""
+"""TensorDict modules, such as TorchRL's actors, as policies on workers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from clusterenv.errors import PolicyError
 from clusterenv.policy.array_kinds import NumpyArrays
 from clusterenv.policy.families import QValues
 
-_Q_KEY = "action_value"  # Where TorchRL's QValueActor and its relatives leave them.
+_Q_KEY = "action_value"  # Where TorchRL's QValueActor and its relatives write Q-values.
 
 
 def tensordict_policy(agent: Any) -> TorchPolicy:
-    """Read a module over TensorDicts as what chooses actions.
+    """Return a policy that acts as a module over TensorDicts does.
 
-    Observations are under its first in-key or, if they are a dict, under their own names. A probabilistic actor
-    returns "logprob", and an operator that has one "value". One-hot actions become indices, as environments take them.
+    Observations are given under the module's first in-key or, if they are a dict, under their own names. A
+    probabilistic actor returns "logprob", and an operator with a value head also "value". One-hot actions become
+    indices, as environments take them.
 
     Raises:
-        PolicyError: It makes no action.
+        PolicyError: The module does not return an action.
     """
     if hasattr(agent, "get_policy_operator") and hasattr(agent, "get_value_operator"):
         parts = _ActorAndCritic(agent.get_policy_operator(), agent.get_value_operator())
@@ -46,10 +47,10 @@ def tensordict_policy(agent: Any) -> TorchPolicy:
 
 
 class TensorDictModules(NumpyArrays):
-    """Lets a module over TensorDicts that is around a function travel as all else does.
+    """Pickles a module over TensorDicts that wraps a function like everything else.
 
-    It would pickle that function apart from everything else, with copies of its networks. No array is of this kind, so
-    workers need tensordict only if such a module is sent.
+    By itself, such a module would pickle its function separately, with copies of its networks. No array is of this
+    kind, so workers need tensordict only if such a module is sent.
     """
 
     def is_array(self, obj: object) -> bool:
@@ -70,7 +71,7 @@ class _TensorDictPolicy(TorchPolicy):
 
 
 class _ActorAndCritic(nn.Module):
-    """The two operators that an ActorValueOperator is split into; what they share, they still share."""
+    """The two operators that an ActorValueOperator is split into; their common part stays shared."""
 
     def __init__(self, actor: Any, critic: Any) -> None:
         super().__init__()

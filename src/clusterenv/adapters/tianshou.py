@@ -19,7 +19,7 @@ import clusterenv
 from clusterenv.adapters.infos import split_infos
 from clusterenv.errors import ConfigError
 
-_INDEX = "_clusterenv_index"  # By which an environment knows which one it is, where it is.
+_INDEX = "_clusterenv_index"  # The attribute by which an environment on a worker knows its index.
 
 Indices = int | Sequence[int] | NDArray[np.integer[Any]] | None
 Stepped = tuple[NDArray[Any], NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], NDArray[Any]]
@@ -28,25 +28,25 @@ Stepped = tuple[NDArray[Any], NDArray[np.float64], NDArray[np.bool_], NDArray[np
 class ClusterVectorEnv:
     """Returns what tianshou's own `DummyVectorEnv` returns for the same environments, seeds and actions.
 
-    Environments are reset when tianshou says so. A step of all of them is one call; a step of some, with which
-    tianshou collects the last of a number of episodes, is slower.
+    Environments are reset when tianshou says so. Stepping all environments is one call; stepping only some, as tianshou
+    does for the last of a number of episodes, is slower.
 
     Attributes:
         envs: The ClusterEnv.
-        env_num: How many environments it has.
-        action_space: Of each of them.
-        observation_space: Of each of them.
-        is_async: False, for tianshou: a step returns when all are done.
+        env_num: The number of environments.
+        action_space: The action space of each environment.
+        observation_space: The observation space of each environment.
+        is_async: Always False: a step returns when all environments are done.
     """
 
     is_async = False
 
     def __init__(self, envs: VectorEnv[Any, Any, Any] | Sequence[Callable[[], Env[Any, Any]]], **options: Any) -> None:
-        """Wrap a ClusterEnv, or make one from factories; closing this closes it.
+        """Wrap a ClusterEnv, or make one from factories; `close` also closes the ClusterEnv.
 
         Args:
-            envs: Made with `autoreset_mode="Disabled"`. Or factories, one per environment.
-            options: With factories: further arguments for ClusterEnv.
+            envs: A ClusterEnv made with `autoreset_mode="Disabled"`. Or factories, one per environment.
+            options: Further arguments for ClusterEnv, if `envs` are factories.
 
         Raises:
             ConfigError: The ClusterEnv has another autoreset mode.
@@ -73,13 +73,13 @@ class ClusterVectorEnv:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the ClusterEnv was closed."""
         return bool(self.envs.closed)
 
     def reset(
         self, env_id: Indices = None, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Reset these environments, or all; each with the same seed, as tianshou does.
+        """Reset the given environments, or all; each with the same seed, as tianshou does.
 
         Returns:
             Their observations and infos, in the order of `env_id`.
@@ -93,11 +93,11 @@ class ClusterVectorEnv:
         return self._pick(obs, indices), _objects([rows[index] for index in indices])
 
     def step(self, action: Any, id: Indices = None) -> Stepped:  # noqa: A002 - as tianshou calls it
-        """Step these environments, or all.
+        """Step the given environments, or all.
 
         Args:
-            action: One for each of `id`, in that order.
-            id: Which environments.
+            action: One action per environment, in the order of `id`.
+            id: The indices of the environments; None: all.
 
         Returns:
             Observations, rewards, terminations, truncations and infos of these environments. Each info has "env_id".
@@ -134,7 +134,7 @@ class ClusterVectorEnv:
         return list(self.envs.render())
 
     def close(self) -> None:
-        """Close the environments and end the workers."""
+        """Close the environments and stop the workers."""
         self.envs.close()
 
     def _step_some(self, action: Any, indices: list[int]) -> Stepped:

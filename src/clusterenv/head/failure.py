@@ -1,4 +1,4 @@
-"""Failure: what a worker did wrong, told on the head without running anything the worker says."""
+"""Failure: reports a worker's errors on the head, without running anything that the worker sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clusterenv.errors import WireError, WorkerFailed, worker_failed_type
 from clusterenv.head.worker import Worker
 from clusterenv.wire.messages import Failed, Where
 
-# Who has raised: where it is not known which environment was concerned, and where it is.
+# What raised: if the environment concerned is unknown, and if it is known.
 _CULPRITS: dict[Where, tuple[str, str]] = {
     "environment": ("An environment", "Environment {}"),
     "policy": ("The policy", "The policy"),
@@ -22,12 +22,12 @@ _CULPRITS: dict[Where, tuple[str, str]] = {
 _MAX_CHARACTERS = 1 << 16
 _MAX_LINE = 255
 _MAX_DEPTH = 10
-_HEAP_TYPE = 1 << 9  # CPython's flag of classes that were made by a class statement.
+_HEAP_TYPE = 1 << 9  # CPython's flag for classes created at runtime, by a class statement.
 
 
 @contextlib.contextmanager
 def naming(worker: Worker) -> Iterator[None]:
-    """Say whose answer it is that is malformed."""
+    """Add the worker's name to a WireError about its malformed answer."""
     try:
         yield
     except WireError as error:
@@ -35,12 +35,12 @@ def naming(worker: Worker) -> Iterator[None]:
 
 
 def malformed(worker: Worker, error: WireError) -> WireError:
-    """Return what says whose answer is malformed, and how."""
+    """Return the error that says whose answer is malformed, and how."""
     return WireError(f"Malformed answer from {worker}: {error}")
 
 
 def failure_of(worker: Worker, failed: Failed) -> WorkerFailed:
-    """Return what tells the user of an exception on a worker, with the original as its cause where that is known."""
+    """Return the error to raise for an exception on a worker, caused by the original if its type is known here."""
     is_known = failed.env_index is not None and worker.start <= failed.env_index < worker.stop
     env_indices = (failed.env_index,) if is_known and failed.env_index is not None else worker.env_indices
     culprit = _CULPRITS[failed.where][is_known].format(failed.env_index)
@@ -67,7 +67,7 @@ def rebuild(module: str, name: str, text: str) -> Exception | None:
         found = _namespace(found).get(part)
     if not issubclass(type(found), type) or not issubclass(found, Exception):
         return None
-    # Not the type's own __new__, which may be anybody's, but that of the built-in exception it descends from.
+    # Not the type's own __new__, which may be any code, but that of the built-in exception it descends from.
     builtin = next(base for base in found.__mro__ if not base.__flags__ & _HEAP_TYPE)
     try:
         error: Exception = builtin.__new__(found, text)
@@ -77,14 +77,14 @@ def rebuild(module: str, name: str, text: str) -> Exception | None:
 
 
 def _namespace(found: Any) -> Any:
-    """Return what a module or class holds, without a word to it: a lazy module would load itself when asked."""
+    """Return the namespace of a module or class without `getattr`, which could make a lazy module load itself."""
     if issubclass(type(found), type):
         return type.__getattribute__(found, "__dict__")
     return object.__getattribute__(found, "__dict__") if issubclass(type(found), ModuleType) else {}
 
 
 def printable(text: str) -> str:
-    """Return a text that does nothing to a terminal, and is not too long for one."""
+    """Return a text with control characters escaped, shortened if it is very long."""
     shown = text[:_MAX_CHARACTERS]
     return "".join(
         character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in shown

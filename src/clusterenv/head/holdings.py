@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from clusterenv.errors import WireError
 from clusterenv.head.worker import HeldPolicy, Version, Worker
@@ -11,13 +12,13 @@ from clusterenv.policy.weights import WeightsSpec
 
 
 class Holdings:
-    """Knows who holds what, by what workers were given and say that they acted with.
+    """Tracks which version each worker holds, from what it was given and reports having acted with.
 
     Attributes:
-        policy: The learner's; None if it is not known what the workers hold of it.
-        spec: Of its weights.
+        policy: The learner's policy; None if it is not known what the workers hold.
+        spec: The specification of its weights.
         newest: The number of its newest version.
-        versions: Those that workers hold, by number.
+        versions: The versions that workers hold, by number.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
@@ -34,12 +35,12 @@ class Holdings:
         return self.newest - total / len(self._workers)
 
     def farther_behind(self, lag: float) -> list[Worker]:
-        """Return those whose version is more than so many behind the newest."""
+        """Return the workers whose version is more than `lag` behind the newest."""
         late = [held for held in self.versions.values() if self.newest - held.number > lag]
         return [worker for held in late for worker in held.holders]
 
     def clear(self) -> None:
-        """Note that nobody holds anything."""
+        """Note that no worker holds any version."""
         self.versions.clear()
         for worker in self._workers:
             worker.policy = HeldPolicy()
@@ -47,7 +48,7 @@ class Holdings:
     def give(self, worker: Worker, number: int) -> None:
         """Note that a worker holds a version from now on.
 
-        What it was given before stays, and what its predecessor was: that may have answered before it was lost.
+        Versions given earlier, also to its predecessor, are remembered: answers made with them may still arrive.
         """
         self._release(worker)
         held = self.versions.setdefault(number, Version(number))
@@ -55,10 +56,10 @@ class Holdings:
         worker.policy.given.append(held)
 
     def take_back(self, worker: Worker, number: int) -> None:
-        """Note that what a worker was given has not reached it, and it still holds this version.
+        """Note that newer versions have not reached a worker, and it still holds this one.
 
         Raises:
-            WireError: It was not given that one.
+            WireError: The worker was not given this version.
         """
         given = worker.policy.given
         if not any(each.number == number for each in given):
@@ -69,16 +70,21 @@ class Holdings:
         given[-1] = self.versions.setdefault(number, given[-1])
         given[-1].holders[worker] = None
 
+    def forget_older(self, workers: Iterable[Worker]) -> None:
+        """Note that nothing is under way with these workers, which act next with the version given last."""
+        for worker in workers:
+            worker.policy.given = deque([worker.policy.given[-1]])
+
     def find_acted_with(self, worker: Worker, number: int) -> Version:
-        """Return the version with which a worker says that it made something.
+        """Return the version that a worker says it acted with.
 
         Raises:
-            WireError: It was not given that one, or has made something with a newer one before.
+            WireError: The worker was not given this version, or has already acted with a newer one.
         """
         given = worker.policy.given
         if not any(held.number == number for held in given):
             numbers = ", ".join(str(held.number) for held in given) or "none"
-            raise WireError(f"It says that it acted with version {number} of the policy, but can have: {numbers}.")
+            raise WireError(f"It says that it acted with version {number} of the policy, but was given: {numbers}.")
         while given[0].number != number:
             given.popleft()
         return given[0]

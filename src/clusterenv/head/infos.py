@@ -1,4 +1,4 @@
-"""What workers return besides arrays, read and checked."""
+"""Infos: reads and checks what workers return besides arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clusterenv.wire.messages import Reply, Returned, Stepped
 
 
 class StepReader:
-    """Reads what steps and resets brought, whichever way it comes: beside the step buffers, or in a message."""
+    """Reads the results of steps and resets, from memory beside the step buffers or from a message."""
 
     def __init__(self, workers: Sequence[Worker], buffers: StepBuffers) -> None:
         self._workers = workers
@@ -28,10 +28,12 @@ class StepReader:
         self._slots = SlotReader(buffers.info_slots, shards, self._find_names)
 
     def take(self, worker: Worker, reply: Reply) -> Outcome:
-        """Return what one worker's step or reset brings, errors by its own rows; note what the learner is to see of it.
+        """Return the outcome of one worker's step or reset, with errors indexed by the worker's own rows.
+
+        Observations without a fixed size are also kept in `worker.objects`.
 
         Raises:
-            WireError: It is malformed.
+            WireError: The reply is malformed.
         """
         if isinstance(reply, Stepped) and reply.is_plain and not reply.generation and not self._num_object_leaves:
             return Outcome({}, [], [], [])
@@ -39,15 +41,15 @@ class StepReader:
         worker.objects = objects = read_objects(stepped, self._num_object_leaves, worker.num_envs)
         infos = self._read_infos(worker, stepped)
         errors = checked_errors(stepped.errors, worker.num_envs, 8 * worker.num_envs)
-        probes = [] if stepped.probes is None else [(worker.index, stepped.probes)]
+        probes = [] if stepped.probes is None else [(worker.index, worker.incarnation, stepped.probes)]
         return Outcome(infos, objects, [], errors, probes)
 
     def merge(self, outcomes: Sequence[tuple[Worker, Outcome]]) -> Outcome:
-        """Put together what a step or reset of several workers brought."""
+        """Merge the outcomes of several workers' step or reset."""
         shards: list[ShardInfos] = []
         columns: list[list[Any]] = [[] for _ in range(self._num_object_leaves)]
         errors: list[tuple[int, str]] = []
-        probes: list[tuple[int, bytes]] = []
+        probes: list[tuple[int, int, bytes]] = []
         for worker, outcome in outcomes:
             if outcome.infos:
                 shards.append(ShardInfos(worker.start, worker.stop, outcome.infos))
@@ -62,7 +64,7 @@ class StepReader:
         """Return the infos of all environments, after a plain step with plain answers.
 
         Raises:
-            WireError: A worker has not written down what they are called.
+            WireError: The names that a worker has written for its infos are malformed.
         """
         if not any(generations):
             return {}
@@ -86,7 +88,7 @@ class StepReader:
     def _find_names(self, index: int) -> memoryview:
         mailbox = self._workers[index].mailbox
         if mailbox is None:
-            raise WireError("Infos are said to be in shared memory by a worker that shares none.")
+            raise WireError("A worker that shares no memory says that its infos are in shared memory.")
         return mailbox.names
 
 
@@ -121,7 +123,7 @@ def checked_seconds(value: float) -> float:
 
 
 def checked_errors(errors: Any, num_rows: int, limit: int) -> list[tuple[int, str]]:
-    """Return what must be rows of a shard and the texts of exceptions there, else raise WireError."""
+    """Return a value that must be a list of (row, exception text) of a shard, else raise WireError."""
     for item in checked_list(errors):
         if not isinstance(item, list | tuple) or len(item) != 2:
             raise WireError("A worker sent an error that is not a row and a text.")
@@ -134,11 +136,11 @@ def checked_errors(errors: Any, num_rows: int, limit: int) -> list[tuple[int, st
 
 
 def read_objects(stepped: Stepped, num_leaves: int, num_rows: int) -> list[list[Any]]:
-    """Return one list per leaf, of one object per environment. One too few would shift the rows of all others."""
+    """Return one list per leaf, with one object per environment; a wrong length would shift other workers' rows."""
     columns = [] if stepped.columns is None else values.loads(stepped.columns)
     return [checked_list(column, num_rows) for column in checked_list(columns, num_leaves)]
 
 
 def read_results(reply: Reply, count: int) -> list[Any]:
-    """Return what a call returned, as much as was asked for."""
+    """Return the values of a `Returned` reply, which must be `count` many."""
     return checked_list(values.loads(expect(Returned, reply).values), count)

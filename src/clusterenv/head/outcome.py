@@ -1,4 +1,4 @@
-"""What a finished call brought."""
+"""Outcome: the result of a finished call."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import msgspec
 from clusterenv.wire.buffers import RolloutBuffers
 
 
-class Outcome(msgspec.Struct, frozen=True):  # Made with every step: C makes it, unlike a NamedTuple.
+class Outcome(msgspec.Struct, frozen=True):  # Made with every step, and in C, unlike a NamedTuple.
     """The part of an answer that has no fixed size; the rest is in the step buffers.
 
     Attributes:
         infos: The infos of all environments, in Gymnasium's vector layout.
         columns: Observation leaves without a fixed size: one list per leaf, one object per environment.
         results: What `invoke` returned, one value per environment.
-        errors: Environments that raised and were forgiven, and what they raised.
-        probes: How actions were distributed, by the index of the worker that says so; not checked yet.
+        errors: Forgiven exceptions of environments: the index, and the text.
+        probes: Reports on how actions were distributed, with the worker's index and incarnation; not checked yet.
     """
 
     infos: dict[str, Any]
     columns: list[list[Any]]
     results: list[Any]
     errors: list[tuple[int, str]]
-    probes: list[tuple[int, bytes]] = []
+    probes: list[tuple[int, int, bytes]] = []
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,8 +37,8 @@ class Collection:
         buffers: The arrays; the next rollout overwrites them.
         summaries: Each shard's finished episodes and final observations (`worker.collector`), in shard order.
         busy_s: How long each worker worked on it.
-        versions: The version of the weights with which each says that it made its part.
-        probes: How each says that its actions were distributed at some rows, if it was asked; not checked yet.
+        versions: The version of the weights that each worker says it used.
+        probes: Each worker's report on how its actions were distributed, if it was asked; not checked yet.
     """
 
     buffers: RolloutBuffers

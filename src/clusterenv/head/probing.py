@@ -1,4 +1,4 @@
-"""Probing: asks workers how they act, and finds out how far their versions are from the newest."""
+"""Probing: asks workers how their actions are distributed, and measures how far their versions have diverged."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from clusterenv.wire.buffers import RolloutBuffers
 from clusterenv.wire.layout import Layout
 
 _POOLS_BYTES = 64 << 20  # Of all versions together.
-_MAX_SHOWN = 64  # Observations are a policy's to try itself on: a few will do.
+_MAX_SHOWN = 64  # Observations on which a policy is tried: a few will do.
 
 
 class Probing:
     """Keeps how each version acted in states that its holders met.
 
-    With what they make, workers say at a few rows how their actions were distributed. The newest policy is evaluated
-    once on all these rows of a version, whoever sent them.
+    Along with steps and rollouts, workers report for a few rows how their actions were distributed. The newest policy
+    is evaluated once on all of a version's rows, from whichever worker they came.
     """
 
     def __init__(
         self, rule: SyncRule, backend: Backend, holdings: Holdings, observations: Layout, stats: Stats
     ) -> None:
         self._rule = rule
-        # Not every rule of a user's own has these.
+        # A user's own rule may not have these.
         self._measure: Measure = getattr(rule, "measure", "kl")
         self._max_shared_bytes: float = getattr(rule, "max_shared_bytes", math.inf)
         self._backend = backend
@@ -48,10 +48,10 @@ class Probing:
         self._observations = observations
         self._stats = stats
         self._form: Form | None = None
-        self._is_studied = False  # Whether it is known what the form is.
-        self._pooled: weakref.WeakSet[Version] = weakref.WeakSet()  # Those with rows.
-        self._probed = 0  # The newest version when steps were last asked how actions are distributed.
-        self._asked: dict[Worker, int] = {}  # Who has yet to say how it acted in the step under way, at how many rows.
+        self._is_studied = False  # Whether the form was determined.
+        self._pooled: weakref.WeakSet[Version] = weakref.WeakSet()  # The versions that have a pool.
+        self._probed = 0  # The newest version when a step last requested probes.
+        self._asked: dict[Worker, int] = {}  # Workers whose probes of the step under way are due, and how many rows.
 
     @property
     def shown(self) -> list[NDArray[Any]]:
@@ -62,22 +62,22 @@ class Probing:
         """Find out what a policy's distributions look like; None if it has none.
 
         Raises:
-            PolicyError: They cannot be compared as the rule wants it.
+            PolicyError: The distributions cannot be compared with the rule's measure.
         """
         shown = self.shown
         form = Form.of(policy, self._observations.nest(shown), policy.initial_state(len(shown[0])))
         if self._measure in NEEDS_PROBABILITIES:
             if form is None:
                 raise PolicyError(
-                    f'measure="{self._measure}" is computed from the probabilities of actions, and this policy says '
-                    "neither its distribution nor any log-probabilities that other versions could be asked for. Give "
+                    f'measure="{self._measure}" is computed from the probabilities of actions, and this policy gives '
+                    "neither its distribution nor log-probabilities that could be computed for other versions. Give "
                     "it a distribution() (TorchPolicy takes distribution=...), or choose EveryUpdate()."
                 )
             measure_divergence(form.model, form.model, self._measure)  # Raises if this family has none.
         return form
 
     def begin(self, form: Form | None) -> None:
-        """Forget what a policy of another structure did, which cannot be compared with one of this form."""
+        """Forget all pools: they are of a policy of another structure, which cannot be compared with this one."""
         for held in self._pooled:
             held.pool = None
         self._pooled.clear()
@@ -85,18 +85,18 @@ class Probing:
 
     @property
     def can_compare(self) -> bool:
-        """Whether versions are compared: the rule wants it, and the policy has distributions."""
+        """Whether versions are compared: the rule asks for it, and the policy has distributions."""
         return self._rule.compares and self._study() is not None
 
     def is_exempt(self, worker: Worker) -> bool:
-        """Whether a worker pulls every version because that takes less time than to judge whether it should."""
+        """Whether a worker pulls every version because that is faster than judging whether it should."""
         return worker.mailbox is not None and self._holdings.spec.size_bytes > self._max_shared_bytes
 
     def divergence_of(self, held: Version) -> float:
-        """Return how far a version is from the newest; NaN if that is not known.
+        """Return how far a version has diverged from the newest; NaN if that is not known.
 
-        It is compared once with each newer one, and again if there are twice as many rows to compare it on. If weights
-        are rounded on their way, the newest itself is not quite what the learner has.
+        A version is compared once with each newer one, and again when its pool has doubled. If weights are rounded for
+        sending, even the newest version on the workers differs slightly from the learner's.
         """
         newest, policy = self._holdings.newest, self._holdings.policy
         if held.number == newest and self._holdings.spec.is_exact:
@@ -110,7 +110,7 @@ class Probing:
         return held.divergence
 
     def num_probes(self, held: Version) -> int:
-        """Return at how many rows each holder of a version should say how it acts: its share of a pool."""
+        """Return at how many rows each holder of a version should report how it acts: its share of a pool."""
         if not self._rule.compares or (self._is_studied and self._form is None):
             return 0
         most = self._most_rows(held)
@@ -118,11 +118,11 @@ class Probing:
         return math.ceil(wanted / max(1, len(held.holders)))
 
     def share(self) -> dict[Worker, int]:
-        """Return at how many rows each worker should say how it acts; those who need not are left out."""
+        """Return at how many rows each worker should report how it acts; workers that need not are left out."""
         return self._share_among(self._holdings.versions.values())
 
     def share_for_step(self) -> dict[Worker, int]:
-        """Return the same for a single step: enough is known of a version until there is a newer one."""
+        """Return the same for a single step: a full pool is enough until there is a newer version."""
         self._rehearse()
         is_first, self._probed = self._probed < self._holdings.newest, self._holdings.newest
         versions = self._holdings.versions.values()
@@ -132,10 +132,10 @@ class Probing:
         return dict(self._asked)
 
     def take_rollout(self, held: Version, data: bytes | None, columns: RolloutBuffers, at_most: int) -> None:
-        """Take in how a worker says that its actions in a rollout were distributed, at most at so many rows.
+        """Add a worker's report on how its actions in a rollout were distributed, for `at_most` rows.
 
         Raises:
-            WireError: It is malformed.
+            WireError: The report is malformed.
         """
         self._rehearse(columns)
         if data is None:
@@ -146,16 +146,18 @@ class Probing:
         if read is not None:
             self._add(held, *_states_at(columns, *np.divmod(read.rows.astype(np.int64), num_envs)), read)
 
-    def take_step(self, worker: Worker, data: bytes) -> None:
-        """Take in how a worker says that its actions in the last step were distributed.
+    def take_step(self, worker: Worker, incarnation: int, data: bytes) -> None:
+        """Add a worker's report on how its actions in the last step were distributed.
+
+        What a lost incarnation reported is dropped: its successor holds another version, and shows other observations.
 
         Raises:
-            WireError: It is malformed, or was not asked for.
+            WireError: The report is malformed, or was not asked for.
         """
         given, policy = worker.policy.given, self._holdings.policy
         at_most = self._asked.pop(worker, 0)
         state = None if policy is None else policy.initial_state(1)
-        if given:
+        if given and incarnation == worker.incarnation:
             read = self._read(data, worker.num_envs, at_most, state or {})
             if read is not None:
                 before = worker.buffers[1 - worker.shown]
@@ -163,7 +165,7 @@ class Probing:
                 self._add(given[-1], leaves, read.states, read)
 
     def end_step(self) -> None:
-        """Note that nobody will say any more how it acted in the last step."""
+        """Note that no more reports on the last step will come."""
         for worker in self._asked:
             if worker.policy.given:
                 worker.policy.given[-1].is_silent = True
@@ -174,7 +176,7 @@ class Probing:
         return {worker: share for held, share in shares for worker in held.holders if not self.is_exempt(worker)}
 
     def _rehearse(self, columns: RolloutBuffers | None = None) -> None:
-        """Keep some states, of a rollout or those of the next step, for what another rule would have done."""
+        """Give the rehearsal of another rule some states, of a rollout or of the next step."""
         rehearsal, policy, newest = self._stats.rehearsal, self._holdings.policy, self._holdings.newest
         if rehearsal is None or policy is None or not rehearsal.wants_states_of(policy):
             return
@@ -183,18 +185,18 @@ class Probing:
             if len(steps):
                 chosen = np.linspace(0, len(steps) - 1, min(len(steps), NUM_ROWS)).astype(np.int64)
                 rehearsal.take(policy, newest, *_states_at(columns, steps[chosen], rows[chosen]))
-        elif policy.initial_state(1) is None:  # Else the states are the workers' own.
+        elif policy.initial_state(1) is None:  # Recurrent states would be on the workers only.
             rehearsal.take(policy, newest, [array.copy() for array in self.shown], {})
 
     def _study(self) -> Form | None:
-        """Find out what the policy's distributions look like, if that was not done when it was adopted."""
+        """Find out what the policy's distributions look like, if that was not done on adoption."""
         if not self._is_studied and self._holdings.policy is not None:
             self._form = self.find_form(self._holdings.policy)
             self._is_studied = True
         return self._form
 
     def _most_rows(self, held: Version) -> int:
-        """Return how many rows a version's pool may have, so that all pools together are not too large."""
+        """Return how many rows a version's pool may have, to keep all pools together within their limit."""
         if held.pool is None or not held.pool:
             leaves = (array for array in self._backend.newest.observations if array is not None)
             row_bytes = sum(array[:1].nbytes for array in leaves)
@@ -207,7 +209,7 @@ class Probing:
         if not at_most:
             raise WireError("It says how its actions were distributed, which it was not asked for.")
         form = self._study()
-        if form is None or self._holdings.policy is None:  # Or a failure has ended the stream that this was for.
+        if form is None or self._holdings.policy is None:  # There is no policy if a failure has ended the stream.
             return None
         self._stats.bytes["checks"] += len(data)
         return unpack(values.loads(data), form, num_rows=num_rows, at_most=at_most, states=states)
@@ -226,7 +228,7 @@ class Probing:
 def _states_at(
     columns: RolloutBuffers, steps: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> tuple[list[NDArray[Any]], State]:
-    """Copy the observations and recurrent states at some places of a rollout."""
+    """Copy the observations and recurrent states at some steps and rows of a rollout."""
     where = steps, rows
     return (
         [column[where] for column in columns.observations],

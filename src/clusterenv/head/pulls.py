@@ -37,11 +37,11 @@ class Pulls:
 
     @property
     def max_lag(self) -> float:
-        """How many versions behind the rule lets a worker be."""
+        """How many versions a worker may be behind, by the rule."""
         return self._rule.max_lag
 
     def begin(self) -> None:
-        """Note that all workers that are ready were given a policy of another structure."""
+        """Note that all ready workers were given a policy of another structure."""
         self._tracker = self._rule.start()
         self.count_version()
         for worker in self._workers:
@@ -49,17 +49,17 @@ class Pulls:
                 self.note(worker, Reason.FIRST)
 
     def judge(self, can_take: Callable[[Worker], bool] = lambda worker: True) -> dict[Worker, Reason]:
-        """Judge every version that is held and was not judged since there is a newer one.
+        """Judge every held version that has not been judged against the newest yet.
 
-        One that nobody has said anything of yet was taken only just now: it is judged when somebody has, unless its
-        holders have fallen behind as far as the rule lets anybody. If the rule lets them fall behind forever, those who
-        do not say how they act are judged after all others.
+        A version without any reports was pulled only recently: it is judged once there is a report, unless its holders
+        have fallen behind as far as the rule allows. If the rule sets no limit, versions whose holders report nothing
+        are judged after all others.
 
         Args:
-            can_take: Tells of a ready worker whether it can be sent weights.
+            can_take: Whether a ready worker can be sent weights.
 
         Returns:
-            Those that are to take the newest version, and why. `note_all` says that they do.
+            The workers that should pull the newest version, and why. Pass them to `note_all` once they do.
         """
         newest = self._holdings.newest
         behind = [held for held in self._holdings.versions.values() if held.number < newest > held.judged]
@@ -69,74 +69,84 @@ class Pulls:
             if verdict.pulls:
                 takers = takers[: verdict.at_most]
                 pulls |= dict.fromkeys(takers, verdict.reason)
-                if takers and held.compared == newest:  # The least of them comes last.
+                if takers and held.compared == newest:  # The smallest divergence comes last.
                     self._stats.threshold = held.divergence
         self._stats.age = self._holdings.age
         return pulls
 
     def judge_again(self, worker: Worker) -> None:
-        """Judge the version that a worker holds once more: it could not be sent any when that was judged."""
+        """Judge a worker's version once more, since the worker could not be sent weights last time."""
         if worker.policy.given:
             worker.policy.given[-1].judged = 0
 
     def can_judge(self, held: Version) -> bool:
-        """Whether a version that could not be judged, for want of rows, can be now."""
+        """Whether a version that could not be judged before, for lack of rows, can be judged now."""
         return held.number < self._holdings.newest > held.judged and bool(held.num_rows) and bool(held.holders)
 
     def find_exempt(self) -> dict[Worker, Reason]:
-        """Return the workers that pull every version, because that takes less time than to judge them."""
+        """Return the workers that pull every version because that is faster than judging them."""
         behind = self._holdings.farther_behind(0)
         return {worker: Reason.SHARED for worker in behind if worker.is_ready and self._probing.is_exempt(worker)}
 
     def find_late(self, lag: float) -> dict[Worker, Reason]:
-        """Return the workers that are too far behind for their work to be used."""
+        """Return the workers that are too far behind for their rollouts to be used."""
         return {worker: Reason.LAG for worker in self._holdings.farther_behind(lag) if worker.is_ready}
 
     def note_all(self, wanted: Mapping[Worker, Reason]) -> set[Worker]:
-        """Note that workers are given the newest version, and count it; returns who."""
+        """Note and count that workers are given the newest version; returns the workers."""
         for worker, reason in wanted.items():
             self.note(worker, reason)
         self._stats.age = self._holdings.age
         return set(wanted)
 
     def note(self, worker: Worker, reason: Reason, version: int | None = None) -> None:
-        """Note that a worker is given a version, the newest unless another one is named, and count it."""
+        """Note and count that a worker is given a version, by default the newest."""
         self._holdings.give(worker, self._holdings.newest if version is None else version)
         self._stats.pulls += 1
         self._stats.reasons[reason] += 1
+        worker.policy.ahead -= 1
+        if worker.policy.ahead < 0:  # Whoever pulls every version makes this pull too.
+            self._note_needed(1)
 
     def count_version(self) -> None:
-        """Count that all workers would pull the newest version now, did they pull every one."""
+        """Count the pulls that the newest version would cost if all workers pulled every version."""
         if self._counted < self._holdings.newest:
             self._counted = self._holdings.newest
-            self._count_needed(len(self._workers))
+            self._note_needed(sum(self._count_needed(worker, 1) for worker in self._workers))
 
     def count_newcomer(self, worker: Worker) -> None:
-        """Count that a worker that takes over would have to pull in any case."""
+        """Count the pull that a replacement needs under any rule."""
         worker.policy.counted = self._holdings.newest
-        self._count_needed(1)
+        self._note_needed(self._count_needed(worker, 1))
 
     def count_rollout(self, worker: Worker, at_most: int) -> None:
-        """Count how often a worker would have pulled since its last rollout, had it pulled every version it could."""
+        """Count the pulls a worker would have made since its last rollout if it pulled every version it could."""
         since = self._holdings.newest - max(worker.policy.counted, self._counted)
         worker.policy.counted = self._holdings.newest
-        self._count_needed(min(max(since, 0), at_most))
+        self._note_needed(self._count_needed(worker, min(max(since, 0), at_most)))
 
-    def _count_needed(self, num_pulls: int) -> None:
+    def _count_needed(self, worker: Worker, num_pulls: int) -> int:
+        """Return how many of a worker's needed pulls were not counted when it made them."""
+        ahead = worker.policy.ahead
+        further = max(0, num_pulls + min(ahead, 0))
+        worker.policy.ahead = max(ahead, 0) + further
+        return further
+
+    def _note_needed(self, num_pulls: int) -> None:
         self._stats.note_needed(num_pulls, round(num_pulls * self._pull_bytes()))
 
     def _pull_bytes(self) -> float:
-        """Return what is sent for each worker that pulls: less than the weights if some share a copy."""
+        """Return the mean bytes sent per pulling worker: less than the weights if some share a copy."""
         size_bytes = self._holdings.spec.size_bytes
         return self._backend.count_copies(size_bytes) / len(self._workers) * size_bytes
 
     def _judge_in_order(
         self, behind: Sequence[Version], can_take: Callable[[Worker], bool]
     ) -> Iterator[tuple[Version, list[Worker], Verdict]]:
-        """Ask the rule about versions, those that have diverged most first; leave out what it cannot be asked yet.
+        """Apply the rule to versions, most diverged first; leave out those that cannot be judged yet.
 
         Yields:
-            A version, those of its holders that can be sent weights, and the verdict.
+            A version, the holders of it that can be sent weights, and the verdict.
         """
         newest = self._holdings.newest
         found: list[tuple[float | None, Version]] = []
@@ -149,7 +159,7 @@ class Pulls:
             late = [held for held in behind if not held.num_rows and newest - held.number >= self.max_lag]
             if math.isinf(self.max_lag):
                 silent = [held for held in behind if not held.num_rows and held.is_silent]
-            if found:  # The mean over the workers.
+            if found:  # The mean over workers.
                 weights = [max(1, len(held.holders)) for _, held in found]
                 self._stats.divergence = float(np.average([divergence for divergence, _ in found], weights=weights))
         found.sort(key=lambda each: (-(each[0] or 0.0), each[1].number))

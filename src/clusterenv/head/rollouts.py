@@ -1,4 +1,4 @@
-"""Rollouts: brings new versions to the workers, lets them act, and puts together what they made."""
+"""Rollouts: brings new versions to the workers, lets them act, and assembles their rollouts."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class ShardRollout:
     """A rollout of one shard, as its worker made it.
 
     Attributes:
-        worker: Who made it.
-        buffers: The arrays, the head's own.
+        worker: The worker that made it.
+        buffers: The arrays, owned by the head.
         summary: Finished episodes and final observations, checked.
         busy_s: How long it took.
-        version: Of the policy that made it.
+        version: The version of the policy that made it.
     """
 
     worker: Worker
@@ -59,10 +59,10 @@ class Rollouts:
 
     Attributes:
         stats: What the run has done.
-        versions: Of the policy; with `holdings`, who holds which, and `probing`, how far they are from the newest.
-        layouts: Of actions and observations.
+        versions: Brings versions of the policy to the workers; `holdings` and `probing` are its parts.
+        layouts: The layouts of actions and observations.
         mode: How environments are reset.
-        run: A number of this run's own, which its rollouts have, too.
+        run: A random number that identifies this run; its rollouts carry it.
     """
 
     def __init__(
@@ -80,37 +80,37 @@ class Rollouts:
         self._errors = RateLimitedLog(log, limit=100)
 
     def start_step(self, policy: Policy, arguments: Mapping[str, Any]) -> Any:
-        """Start a step in which the policy chooses the actions; returns what to wait for."""
+        """Start a step in which the policy chooses the actions; returns a handle to wait for."""
         check_collectable(*self.layouts)
         with self.distrust_after_failure():
             self._backend.settle()
-            pulls = self.versions.prepare(policy, arguments)
+            pulls = self._prepare(policy, arguments)
             wanted = self.probing.share_for_step()
             return self._backend.decide(Instructions(self.holdings.newest, pulls, wanted, arguments))
 
     def note_step(
-        self, num_envs: int, errors: Sequence[tuple[int, str]], probes: Sequence[tuple[int, bytes]] = ()
+        self, num_envs: int, errors: Sequence[tuple[int, str]], probes: Sequence[tuple[int, int, bytes]] = ()
     ) -> None:
         """Count a step, whoever chose its actions.
 
         Args:
             num_envs: How many environments were stepped.
-            errors: Those that raised and were forgiven, and what they raised.
-            probes: What workers, by their indices, say of how they chose the actions.
+            errors: Forgiven exceptions of environments: the index, and the text.
+            probes: Reports on how actions were distributed, with the worker's index and incarnation.
 
         Raises:
-            WireError: What a worker says is malformed.
+            WireError: A worker's report is malformed.
         """
         self.stats.env_steps += num_envs
         self.note_errors(errors)
-        for index, data in probes:
+        for index, incarnation, data in probes:
             worker = self._backend.workers[index]
             with naming(worker):
-                self.probing.take_step(worker, data)
+                self.probing.take_step(worker, incarnation, data)
         self.probing.end_step()
 
     def note_errors(self, errors: Sequence[tuple[int, str]]) -> None:
-        """Log the exceptions of environments that were forgiven, and count them."""
+        """Log and count the forgiven exceptions of environments."""
         for env_index, text in errors:
             self.stats.env_errors += 1
             self._errors.warn("environment %d raised, its episode was truncated: %s", env_index, text)
@@ -134,10 +134,10 @@ class Rollouts:
     def record(
         self, policy: Policy, num_steps: int, arguments: Mapping[str, Any], number: int
     ) -> tuple[Episodes, list[tuple[Worker, str, str]]]:
-        """Let the workers make a rollout with the newest version, and record it, by this number, where they are.
+        """Let the workers make a rollout with the newest version, and record it locally under this number.
 
         Returns:
-            The episodes that finished, and of each worker which file it records to, and why it could not; "" if it has.
+            The episodes that finished, and for each worker the file it records to and why it could not ("" if it did).
         """
         workers = self._backend.workers
         collection, seconds, _ = self._collect(policy, num_steps, arguments, number)
@@ -148,7 +148,7 @@ class Rollouts:
                 self.holdings.find_acted_with(worker, version)
                 path, reason = checked_list(summary.get("recorded"), 2)
                 if not isinstance(path, str) or not isinstance(reason, str):
-                    raise WireError("What it says of its recording is malformed.")
+                    raise WireError("Its report of its recording is malformed.")
             records.append((worker, printable(path), printable(reason)))
         self._note_rollout(collection, workers, num_steps * self._num_envs, seconds)
         shards = [(worker.start, worker.stop) for worker in workers]
@@ -157,18 +157,24 @@ class Rollouts:
     def _collect(
         self, policy: Policy, num_steps: int, arguments: Mapping[str, Any], record: int | None = None
     ) -> tuple[Collection, float, Mapping[Worker, int]]:
-        """Let the workers make a rollout; returns it, the seconds it took, and how many probes each was asked for."""
+        """Let the workers make a rollout; returns it, the seconds it took, and the number of probes per worker."""
         check_collectable(*self.layouts)
         with self.distrust_after_failure():
             self._backend.settle()
-            pulls = self.versions.prepare(policy, arguments, for_all=record is not None)
+            pulls = self._prepare(policy, arguments, for_all=record is not None)
             wanted = self.probing.share() if record is None else {}
             started = time.perf_counter()
             instructions = Instructions(self.holdings.newest, pulls, wanted, arguments)
             return self._backend.collect(num_steps, instructions, record), time.perf_counter() - started, wanted
 
+    def _prepare(self, policy: Policy, arguments: Mapping[str, Any], *, for_all: bool = False) -> set[Worker]:
+        """Bring the newest version to the workers that need it; they wait for it before they act."""
+        pulls = self.versions.prepare(policy, arguments, for_all=for_all)
+        self.holdings.forget_older(pulls)
+        return pulls
+
     def assembler(self) -> Callable[[Sequence[ShardRollout]], Rollout]:
-        """Return what makes a rollout of the parts that workers made, in a stream that begins now."""
+        """Return a function that joins workers' rollouts into one, for a stream that begins now."""
         delivered_at = time.perf_counter()
         before = self.stats.snapshot()
 
@@ -198,9 +204,9 @@ class Rollouts:
         before: Mapping[str, float],
         seconds: float,
     ) -> Rollout:
-        """Count a rollout, and make it of the columns of these workers, each made with its version.
+        """Count a rollout, and assemble it from the columns of these workers, each made with its own version.
 
-        It has cost what was counted since `before`.
+        The rollout's cost is what was counted since the snapshot `before`.
         """
         actions, observations = self.layouts
         block = collection.buffers
@@ -238,7 +244,7 @@ class Rollouts:
 
     @contextlib.contextmanager
     def distrust_after_failure(self) -> Iterator[None]:
-        """Send the whole policy anew after an exception: nobody knows what the workers hold."""
+        """Forget the policy on an exception, so that it is sent anew: the workers' versions are unknown then."""
         try:
             yield
         except BaseException:
@@ -259,10 +265,10 @@ Shards = Sequence[tuple[int, int]]
 
 
 def check_summary(summary: Mapping[str, Any], columns: RolloutBuffers, layout: Layout, mode: AutoresetMode) -> None:
-    """Check what a worker says of its part of a rollout.
+    """Check a worker's summary of its part of a rollout.
 
     Raises:
-        WireError: It is malformed.
+        WireError: The summary is malformed.
     """
     num_steps, num_rows = columns.rewards.shape
     check_progress(summary, num_rows, num_steps)
@@ -272,10 +278,10 @@ def check_summary(summary: Mapping[str, Any], columns: RolloutBuffers, layout: L
 
 
 def check_progress(summary: Mapping[str, Any], num_rows: int, num_steps: int) -> None:
-    """Check what a worker says of its part of a rollout, but for final observations.
+    """Check a worker's summary of its part of a rollout, except for final observations.
 
     Raises:
-        WireError: It is malformed.
+        WireError: The summary is malformed.
     """
     checked_errors(summary.get("errors"), num_rows, 2 * num_steps * num_rows)
     with _refusing_malformed():
@@ -288,7 +294,7 @@ def _refusing_malformed() -> Iterator[None]:
     try:
         yield
     except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
-        raise WireError(f"What it says of its rollout is malformed: {repr(error)[:300]}.") from error
+        raise WireError(f"Its summary of its rollout is malformed: {repr(error)[:300]}.") from error
 
 
 def _check_positions(part: Mapping[str, Any], num_rows: int) -> None:
@@ -299,7 +305,7 @@ def _check_positions(part: Mapping[str, Any], num_rows: int) -> None:
 
 
 def _check_episodes(part: Mapping[str, Any], num_rows: int, num_steps: int) -> None:
-    """Check that a shard speaks of its own environments, and says as much of each episode."""
+    """Check that episodes are of the shard's own environments, and that all their columns have the same length."""
     count = len(_indices(part["row"], num_rows))
     for values, kinds in ((_indices(part["step"], num_steps), "i"), (part["return"], "if"), (part["length"], "i")):
         if values.shape != (count,) or values.dtype.kind not in kinds:
@@ -324,7 +330,7 @@ def _check_finals(part: Mapping[str, Any], columns: RolloutBuffers, layout: Layo
 
 
 def _episodes(summaries: Sequence[Mapping[str, Any]], shards: Shards, env_indices: NDArray[np.int64]) -> Episodes:
-    """Put the shards' episodes in order of time, then environment."""
+    """Merge the shards' episodes, ordered by time, then by environment."""
     parts = [summary["episodes"] for summary in summaries]
     rows = np.concatenate([part["row"] + start for part, (start, _) in zip(parts, shards, strict=True)])
     steps = np.concatenate([part["step"] for part in parts])

@@ -12,10 +12,10 @@ from clusterenv.policy.sync import Reason
 
 
 class Stats:
-    """Counts; `report` gives a plain mapping that any logger takes.
+    """Counters of a run; `report` returns a plain mapping for any logger.
 
     Attributes:
-        rehearsal: What `AdaptiveSync` would have done, where workers pull every version.
+        rehearsal: Estimates what `AdaptiveSync` would have done, if workers pull every version.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Stats:
         self.rehearsal: Rehearsal | None = None
 
     def note_needed(self, num_pulls: int, num_bytes: int) -> None:
-        """Count pulls that there would have been if workers pulled every version, and what they would have sent."""
+        """Count the pulls that there would have been if workers pulled every version, and their bytes."""
         self.pulls_if_every_update += num_pulls
         self.bytes_if_every_update += num_bytes
 
@@ -56,7 +56,7 @@ class Stats:
         self.bytes["rollouts"] += sum(array.nbytes for array in collection.buffers.arrays())
 
     def note_discarded(self, env_steps: int) -> None:
-        """Count a rollout that was made and thrown away."""
+        """Count a rollout that was made and discarded."""
         self.rollouts_discarded += 1
         self.env_steps_discarded += env_steps
 
@@ -70,7 +70,7 @@ class Stats:
         }
 
     def report(self, num_workers: int) -> dict[str, Any]:
-        """Return everything as a flat mapping of names to numbers."""
+        """Return all counters as a flat mapping of names to numbers."""
         return {
             "env_steps": self.env_steps,
             "rollouts": self.rollouts,
@@ -94,7 +94,7 @@ class Stats:
         }
 
     def summary(self) -> str:
-        """Say in a sentence what adaptive synchronisation saved."""
+        """Describe in a few sentences what adaptive synchronisation saved."""
         every = self.bytes_if_every_update
         spent = self.bytes["weights"] + self.bytes["checks"]
         if not every:

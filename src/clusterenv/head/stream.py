@@ -31,14 +31,14 @@ from clusterenv.wire.zeromq import Frames
 log = logging.getLogger(__name__)
 
 _WAIT_S = 0.1
-_CATCH_UP_S = 0.25  # How long at most to read what came while the learner learned, before it gets its rollout.
-_MAX_LOADS = 8  # Weights that wait for a worker which is hung or cut off are memory; it will need the last only.
-_AHEAD_BYTES = 64 << 20  # Of weights to send before any rollout has come in between.
+_CATCH_UP_S = 0.25  # At most this long is spent reading what arrived while the learner learned.
+_MAX_LOADS = 8  # Weights queued for a hung or disconnected worker use memory, and it will need only the last ones.
+_AHEAD_BYTES = 16 << 20  # Weights to send before any rollout has come in between: more would hold the rollouts up.
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamWish:
-    """What a user wants of a stream; see `ClusterEnv.stream`."""
+    """The options of a stream; see `ClusterEnv.stream`."""
 
     num_steps: int
     min_envs: int
@@ -52,25 +52,25 @@ class StreamWish:
 
 
 class Stream:
-    """Rollouts of single workers, or of several at once, in the order in which they are made.
+    """Rollouts from one or more workers at a time, in the order in which they are made.
 
-    Use it as an iterator, and as a context manager if it is to be ended before the environments are closed. It can be
-    left and taken up again: workers go on until they have made as many rollouts as they are allowed ahead. Any other
-    call on the environments ends it.
+    Use it as an iterator, and as a context manager to end it before the environments are closed. Iteration can pause
+    and resume: meanwhile workers go on until they have made as many rollouts ahead as they may. Any other call on the
+    environments ends the stream.
 
     Attributes:
-        values: Per-call values for the policy; changes take effect with the rollouts that are asked for next.
+        values: Per-call values for the policy; changes take effect with the next requested rollouts.
     """
 
     def __init__(self, envs: object, flow: Flow) -> None:
-        """Hand out what comes; `envs` are not closed for being forgotten while somebody holds this object."""
+        """Deliver the flow's rollouts; holding `envs` keeps them from being garbage-collected, and so closed."""
         self._envs = envs
         self._flow = flow
         self.values = flow.values
 
     @property
     def is_open(self) -> bool:
-        """Whether it goes on."""
+        """Whether the stream has not ended."""
         return self._flow.is_open
 
     def __iter__(self) -> Self:
@@ -78,17 +78,17 @@ class Stream:
         return self
 
     def __next__(self) -> Rollout:
-        """Return the next rollout; while the caller was away, its agent may have learned.
+        """Return the next rollout; the agent may have changed since the last one.
 
         Raises:
             WorkerFailed: An environment or the policy raised; the stream has ended.
-            WorkerLost: A worker is lost, and is not to be replaced, or was too often; the stream has ended.
+            WorkerLost: A worker is lost and will not be replaced; the stream has ended.
         """
         self._flow.values = self.values
         return self._flow.take()
 
     def close(self) -> None:
-        """End the stream; rollouts that were made and not delivered are thrown away, and counted."""
+        """End the stream; rollouts that were made but not delivered are discarded, and counted."""
         self._flow.close()
 
     def __enter__(self) -> Self:
@@ -98,19 +98,19 @@ class Stream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it."""
+        """End the stream."""
         self.close()
 
 
 class Flow:
-    """What a stream consists of: workers that are asked for rollouts, and those that have come.
+    """The state behind a stream: which rollouts workers were asked for, and which have arrived.
 
-    The workers' answers lead here, and from here nothing leads to the environments: whoever forgets these ends the
-    workers, and a stream that was left in the middle with them.
+    Owed answers refer to this object, which does not refer to the environments. So when the user drops the
+    environments, they are garbage-collected and the workers end, even in the middle of a stream.
 
     Attributes:
-        values: Per-call values for the policy; changes take effect with the rollouts that are asked for next.
-        is_open: Whether it goes on.
+        values: Per-call values for the policy; changes take effect with the next requested rollouts.
+        is_open: Whether the stream has not ended.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Flow:
         pulls: set[Worker],
         owner: contextlib.AbstractContextManager[None],
     ) -> None:
-        """Set workers going that hold the policy already, but for the newest weights, which `pulls` are due.
+        """Start workers that already hold the policy; those in `pulls` are sent the newest weights first.
 
         The owner keeps other threads out of the environments.
         """
@@ -138,14 +138,15 @@ class Flow:
         self._owner = owner
         self._num_steps, self._min_envs = wish.num_steps, wish.min_envs
         self._in_flight = wish.in_flight
-        # A rollout ages while it is made and while those of all workers wait before it, and weights a rollout longer.
+        # A rollout ages while it is made and while other workers' rollouts are queued ahead of it; weights are one
+        # rollout older still.
         allowed = self._pulls.max_lag + (wish.in_flight + 1) * len(remote.workers)
         self._max_lag = allowed if wish.max_lag is None else wish.max_lag
         self._ready: deque[ShardRollout] = deque()
         self._num_ready_envs = 0
-        # Workers to see to: to look at all of them after every message takes long.
+        # Workers that may need more requests; scanning all workers after every message would be slow.
         self._due = dict.fromkeys(worker for worker in remote.workers if worker.is_ready)
-        self._unsent: dict[Worker, Reason] = {}  # Those that are to pull, and wait until it is their turn.
+        self._unsent: dict[Worker, Reason] = {}  # Workers that are to pull, and wait for their turn.
         self._room_bytes = _AHEAD_BYTES
         self._digested: tuple[int, bytes] | None = None
         self._must_judge = False
@@ -165,7 +166,7 @@ class Flow:
                 self._begin_anew()
             started = time.monotonic()
             try:
-                # What came while the learner learned, and no more than that.
+                # Read only what arrived while the learner learned.
                 while self._remote.advance(0.0) and time.monotonic() - started < _CATCH_UP_S:
                     pass
                 with self._remote.deferred:
@@ -189,7 +190,7 @@ class Flow:
             return self._assemble(group)
 
     def close(self) -> None:
-        """End the stream; rollouts that were made and not delivered are thrown away, and counted."""
+        """End the stream; rollouts that were made but not delivered are discarded, and counted."""
         with self._owner:
             if self.is_open:
                 self.is_open = False
@@ -200,37 +201,39 @@ class Flow:
                 self._remote.settle()
 
     def abandon(self) -> None:
-        """Note that the environments were closed, and the stream with them."""
+        """Note that the environments were closed, which ends the stream."""
         self.is_open = False
 
     def _begin_anew(self) -> None:
-        """Send the workers a policy whose structure has changed; rollouts that are made already stay."""
+        """Send the workers a policy whose structure has changed; what the old one made is discarded, and counted."""
         with self._remote.without_late(), self._rollouts.distrust_after_failure():
             self._remote.settle()
             self._versions.prepare(self._policy, self.values)
         for made in self._ready:
-            made.worker.stream.num_ready += 1
+            self._stats.note_discarded(made.buffers.rewards.size)
+        self._ready.clear()
+        self._num_ready_envs = 0
         self._due = dict.fromkeys(worker for worker in self._remote.workers if worker.is_ready)
         self._remote.stream = self
 
     def on_lost(self, worker: Worker) -> None:
-        """Note that a worker is lost, with what it was asked for."""
+        """Note that a worker is lost, along with the rollouts it was asked for."""
         self._stats.rollouts_lost += len(worker.stream.asked)
         self._unsent.pop(worker, None)
 
     def on_ready(self, worker: Worker) -> None:
-        """Note that a worker can be asked."""
+        """Note that a worker can be asked for rollouts."""
         self._due[worker] = None
         self._must_judge = True
 
     def on_end(self) -> None:
-        """Let whatever comes next decide anew about those whose turn has not come."""
+        """Let the next call judge again the workers that were not sent weights yet."""
         for worker in self._unsent:
             self._pulls.judge_again(worker)
         self._unsent.clear()
 
     def _supply(self) -> None:
-        """Give workers new weights if they need them, and rollouts to make."""
+        """Send workers new weights if they need them, and requests for rollouts."""
         if self._holdings.newest != self._seen_version:
             self._seen_version = self._holdings.newest
             self._must_judge = True
@@ -241,7 +244,7 @@ class Flow:
             self._send_next()
         due, self._due = self._due, {}
         for worker in due:
-            if worker.is_ready:  # Else it says so when it is.
+            if worker.is_ready:  # Otherwise `on_ready` follows.
                 while len(worker.stream.asked) + worker.stream.num_ready < self._in_flight:
                     self._ask(worker)
 
@@ -278,13 +281,13 @@ class Flow:
             )
 
     def _send_next(self) -> None:
-        """Send the newest weights to the worker whose turn it is, and to those that share its machine.
+        """Send the newest weights to the next worker in turn, and to those that share its machine.
 
-        Not to all at once: a thousand copies would hold up the rollouts that come in meanwhile. There is room for some,
-        and then for another one with every rollout.
+        Not to all workers at once: a thousand copies would hold up incoming rollouts. A few copies are sent right away,
+        and then one more for each rollout that comes in.
         """
         first = next(iter(self._unsent))
-        if not first.is_ready:  # All have been ended, because they have been there for as long as they may.
+        if not first.is_ready:  # All workers were ended because they had used up their worker hours.
             del self._unsent[first]
             return
         workers = self._remote.machines.find_mates(first, self._unsent)
@@ -295,7 +298,7 @@ class Flow:
             self._room_bytes -= num_sent * self._holdings.spec.size_bytes
 
     def _send_weights(self, workers: Sequence[Worker]) -> int:
-        """Send workers the newest weights, encoded once for all; returns to how many they were really sent."""
+        """Send workers the newest weights, encoded once for all; returns how many copies were really sent."""
         if not workers:
             return 0
         version, frames = self._versions.encode_newest()
@@ -313,7 +316,7 @@ class Flow:
         return self._digested[1]
 
     def _accept(self, asked: AskedRollout, worker: Worker, reply: Reply) -> None:
-        """Take a rollout, a part of one, or word that it could not be made."""
+        """Take a rollout, a part of one, or the report that it failed."""
         work = worker.stream
         if not _can_take(worker):
             self._pulls.judge_again(worker)
@@ -338,7 +341,7 @@ class Flow:
         self._probing.take_rollout(version, collected.probes, buffers, asked.num_probes)
         self._pulls.count_rollout(worker, _MAX_LOADS)
         self._must_judge = self._must_judge or self._pulls.can_judge(version)
-        if not is_shared:  # Else they are the worker's own, and it is further on.
+        if not is_shared:  # A worker that shares memory writes its step buffers itself, and is further on.
             self._remote.note_last_step(worker, buffers)
         made = ShardRollout(worker, buffers, summary, checked_seconds(collected.busy_s), version)
         if self.is_open:
@@ -360,14 +363,14 @@ class Flow:
         return group
 
     def _discard_old(self) -> None:
-        """Throw away what has become too old to learn from, if there is a newer version by which to say so."""
+        """Discard rollouts that have become too old to learn from, if there is a new version."""
         if self._holdings.newest != self._seen_version:
             ready, self._ready, self._num_ready_envs = self._ready, deque(), 0
             for made in ready:
                 self._keep(made)
 
     def _keep(self, made: ShardRollout) -> None:
-        """Put a rollout to those that wait to be delivered, unless it is too old to learn from."""
+        """Queue a rollout for delivery, unless it is too old to learn from."""
         age = self._holdings.newest - made.version.number
         if age <= self._max_lag:
             self._ready.append(made)
@@ -389,5 +392,5 @@ class Flow:
 
 
 def _can_take(worker: Worker) -> bool:
-    """Whether a worker that waits for nothing else can be sent weights."""
+    """Whether a worker can be sent more weights: not too many are queued for it already."""
     return worker.stream.num_loads < _MAX_LOADS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -28,9 +27,9 @@ class Versions:
     """Keeps the workers' policies as new as the sync rule wants them.
 
     Attributes:
-        holdings: Which version each worker holds, and the policy.
-        probing: How far these versions are from the newest.
-        pulls: Who takes that.
+        holdings: The policy, and which version each worker holds.
+        probing: How far these versions have diverged from the newest.
+        pulls: Which workers pull the newest.
     """
 
     def __init__(self, rule: SyncRule, backend: Backend, layouts: tuple[Layout, Layout], stats: Stats) -> None:
@@ -49,13 +48,13 @@ class Versions:
         self._encoded: tuple[int, Frames] | None = None
 
     def tell(self) -> None:
-        """Note that the weights have changed, for policies that cannot notice it themselves."""
+        """Note that the weights have changed, for policies whose changes cannot be detected."""
         self._is_told = True
 
     def prepare(self, policy: Policy, arguments: Mapping[str, Any], *, for_all: bool = False) -> set[Worker]:
-        """Bring the newest version to the workers that need it, or to all; returns which of them must load it now.
+        """Bring the newest version to the workers that need it, or to all; returns those that must load it now.
 
-        A policy that they do not hold yet is sent at once, and tried with these per-call values.
+        A policy that the workers do not hold yet is sent at once, and tried out with these per-call values.
         """
         holdings = self.holdings
         if policy is not holdings.policy or not self.notice(policy):
@@ -67,15 +66,13 @@ class Versions:
             pulls |= self.pulls.note_all(self.pulls.find_late(0))
         if pulls:
             self.note_sent(self._backend.load(holdings.spec, policy.weights(), holdings.newest, pulls))
-        for worker in pulls:  # Nothing is under way: what they make next they make with these.
-            worker.policy.given = deque([worker.policy.given[-1]])
         return pulls
 
     def notice(self, policy: Policy) -> bool:
-        """Find out whether the weights have changed: then they are a new version.
+        """Check whether the weights have changed, and if so number a new version.
 
         Returns:
-            False if not only weights have changed, but the structure: `prepare` sends it to the workers.
+            False if the policy's structure has changed, not only its weights: then `prepare` must send the policy.
         """
         stamp = policy.stamp()
         has_changed = self._is_told or stamp != self._stamp
@@ -84,29 +81,29 @@ class Versions:
         if generation_of(policy) != self._generation:
             return False
         if has_changed:
+            self._number_version()  # First: an interrupt in between costs a superfluous number, not a label.
             self._stamp, self._is_told = stamp, False
-            self._number_version()
             if self._rehearsal is not None:
                 self._rehearsal.judge(policy, self.holdings.newest)
         return True
 
     def note_adopted(self, worker: Worker, version: int) -> None:
-        """Note that a new worker has taken over, with the weights of this version."""
+        """Note that a replacement worker has adopted the policy, with the weights of this version."""
         self.pulls.note(worker, Reason.FIRST, version)
         self.pulls.count_newcomer(worker)
         self.note_sent(1)
 
     def note_sent(self, num_copies: int) -> None:
-        """Count weights as they are on the wire: workers that share a machine may share what is sent."""
+        """Count copies of the weights as really sent: workers on the same machine may share a copy."""
         self._stats.bytes["weights"] += num_copies * self.holdings.spec.size_bytes
 
     def note_missing(self, worker: Worker, version: int, held: int, frames: Frames | None) -> Frames | None:
-        """Return what to send a worker that did not find a version on its machine: `frames`, if they are at hand.
+        """Return the frames to send a worker that did not find a version on its machine: `frames`, if given.
 
-        None if nobody has them any more: the worker then goes on with what it held, and is judged by that again.
+        None if the version is no longer available: the worker then keeps the version it held, and is judged again.
 
         Raises:
-            WireError: It was not given what it says that it holds.
+            WireError: The worker was not given the version it says it holds.
         """
         if frames is None and self._encoded is not None and self._encoded[0] == version:
             frames = self._encoded[1]
@@ -118,9 +115,9 @@ class Versions:
         return frames
 
     def offer_newest(self) -> tuple[int, Frames] | None:
-        """Return the newest version and its weights for a worker that takes over in any call; None if it has to wait.
+        """Return the newest version and its weights for a replacement worker; None if the worker has to wait.
 
-        The learner may have changed its weights since the last call that took the policy: they are a new version.
+        The learner may have changed its weights since the last call that took the policy; then they are a new version.
         """
         policy = self.holdings.policy
         try:
@@ -128,11 +125,11 @@ class Versions:
                 return self.encode_newest()
         except Exception:  # The agent's own code: the next call that takes the policy raises it.
             log.debug("the policy cannot be sent now", exc_info=True)
-        self.forget_policy()  # All are given it anew then.
+        self.forget_policy()  # The next call then sends it to all workers anew.
         return None
 
     def encode_newest(self) -> tuple[int, Frames]:
-        """Return the newest version and its weights, encoded and cut once for all workers that get them by message."""
+        """Return the newest version and its weights, encoded and cut once for all workers they are sent to."""
         newest, policy = self.holdings.newest, self.holdings.policy
         if self._encoded is None or self._encoded[0] != newest:
             assert policy is not None, "a policy was adopted"
@@ -140,14 +137,14 @@ class Versions:
         return self._encoded
 
     def forget_policy(self) -> None:
-        """Note that it is not known what the workers hold, after a failure: the next call sends everything anew."""
+        """Forget what the workers hold, after a failure: the next call sends the whole policy anew."""
         self.holdings.policy = None
         self._backend.forget_policy()
 
     def _adopt(self, policy: Policy, arguments: Mapping[str, Any]) -> None:
-        self.forget_policy()  # Should adopting fail halfway, no worker is trusted to hold any policy.
+        self.forget_policy()  # If this fails halfway, no worker is trusted to hold a policy.
         holdings = self.holdings
-        stamp = policy.stamp()  # First: it finds out what there is.
+        stamp = policy.stamp()  # First, because it finds out what the policy contains.
         self._show(policy)
         form = self.probing.find_form(policy) if self._rule.compares else None
         holdings.spec = WeightsSpec.of(policy.weights(), getattr(policy, "rounded", ()))
@@ -163,7 +160,7 @@ class Versions:
         self.pulls.begin()
 
     def _show(self, policy: Policy) -> None:
-        """Show a policy that wants to see them the newest observations, before its weights are read."""
+        """Show the newest observations to a policy with `look_at`, before its weights are read."""
         if (look_at := getattr(policy, "look_at", None)) is not None:
             look_at(self._observations.nest(self.probing.shown), self._actions.space)
         self._stats.fast_path = int(getattr(policy, "is_fast", False))

@@ -95,10 +95,13 @@ class HeldPolicy:
         given: The versions that may have made its next answer. The last is the one it holds; earlier ones were on
             their way when it last answered, or were given to its predecessor.
         counted: The newest version included so far in the count of pulls under "pull every version".
+        ahead: How many pulls that count includes which the worker has not made; if negative, pulls that it made
+            and that were included at once, to be left out when its next rollout is counted.
     """
 
     given: deque[Version] = field(default_factory=deque)
     counted: int = 0
+    ahead: int = 0
 
     @property
     def version(self) -> int:

@@ -1,13 +1,13 @@
-"""Contents: what a policy's pickle carries by value, and how what changes in it reaches the copies on workers.
+"""Contents: what a policy's pickle carries by value, and how changes to it reach the copies on workers.
 
-Code travels once. What it refers to by value (attributes, closure cells, globals of a script, arguments of a partial,
-the object of a bound method) is copied with it, and would go stale there. So it is found by a walk through everything
-that cloudpickle would copy, and divided into three:
+Code is sent once. What it refers to by value (attributes, closure cells, globals of a script, arguments of a partial,
+the object of a bound method) is copied with it, and would go stale on workers. So a walk through everything that
+cloudpickle would copy finds these values, and divides them into three kinds:
 
-- *arrays*, such as a network's parameters: they travel as a version's weights;
+- *arrays*, such as a network's parameters: sent as a version's weights;
 - *plain values*, such as a temperature, a flag, a mode, a small array: compared at every call, and sent with the next
   version, in a block of bytes that is one more array of the weights;
-- *structure*, such as classes, layers, what a function refers to: if it changes, the policy is sent anew.
+- *structure*, such as classes, layers, what a function refers to: if it changes, the whole policy is sent again.
 """
 
 from __future__ import annotations
@@ -34,25 +34,34 @@ VALUES = "(plain values)"
 
 
 class Contents:
-    """What some objects carry by value: on the head found by a walk, on a worker as it was delivered.
+    """What some objects carry by value, found by a walk on the head.
 
     Attributes:
         payload: The objects.
         generation: How often the structure has changed.
     """
 
-    def __init__(self, payload: Any, kinds: Sequence[ArrayKind] = (), own: Callable[[], Weights] | None = None) -> None:
+    def __init__(
+        self,
+        payload: Any,
+        kinds: Sequence[ArrayKind] = (),
+        own: Callable[[], Weights] | None = None,
+        *,
+        warns: bool = True,
+    ) -> None:
         """Find out what the payload carries.
 
         Args:
-            payload: What travels.
-            kinds: The frameworks whose arrays may be among it; numpy's always may.
-            own: Returns arrays that somebody else takes care of.
+            payload: The objects to be sent.
+            kinds: The frameworks whose arrays the payload may hold, besides numpy's.
+            own: Returns arrays to leave out, because they are sent otherwise.
+            warns: Whether to log what cannot be watched: not for a copy of what was looked at before.
         """
         self.payload = payload
         self.generation = 0
         self._kinds = tuple(kinds)
         self._own = own
+        self._warns = warns
         self._warned: set[str] = set()
         self._block: tuple[Hashable, Array] | None = None
         self._block_is_of: Hashable = None
@@ -62,7 +71,7 @@ class Contents:
         self._take()
 
     def stamp(self) -> Hashable:
-        """Return a value that differs from an earlier one if anything may have changed in between."""
+        """Return a value that differs from the last one returned if anything may have changed since."""
         if (values := self._read_values()) is None:
             before = self._signature
             self._take()
@@ -74,19 +83,19 @@ class Contents:
         if values != self._last_values:
             self._last_values = values
             if self._slots:
-                self._encode_values()  # It may no longer fit its block.
+                self._encode_values()  # The values may no longer fit their block.
         return self.generation, self._num_walks, values, tuple([read() for read in self._watches])
 
     def plain_values(self) -> Hashable:
-        """Return the plain values, to be compared with those of another time."""
+        """Return the plain values, for comparison with those at another time."""
         return self._last_values
 
     def read_plain(self) -> list[tuple[str, Any]]:
-        """Return the plain values themselves, each with where it is kept."""
+        """Return the plain values themselves, each with its path."""
         return [(path, place.read()) for place, path in self._slots]
 
     def announce(self) -> None:
-        """Take for changed what cannot be compared: if there is any, the next call sends everything anew."""
+        """Treat whatever cannot be compared as changed: if there is any, the next call sends everything again."""
         self.generation += self._is_blind
 
     def weights(self) -> dict[str, Array]:
@@ -97,16 +106,16 @@ class Contents:
         return arrays
 
     def parameters(self) -> dict[str, Array]:
-        """Return those of the arrays that a learner's optimizer writes."""
+        """Return the arrays that a learner's optimizer writes to."""
         return {name: kind.view(array) for name, (kind, array) in self._arrays.items() if kind.is_weight(array)}
 
     def pack(self) -> bytes:
-        """Pickle the payload without its arrays' numbers.
+        """Pickle the payload without the values of its arrays.
 
         Raises:
             PolicyError: Something in it cannot be pickled.
         """
-        self._take()  # What it carries now, and not what it carried when it was looked at last.
+        self._take()  # The payload may have changed since the last walk.
         slots, caches = [place for place, _ in self._slots], self._caches
         arrays = [(name, type(kind), array) for name, (kind, array) in self._arrays.items()]
         buffer = io.BytesIO()
@@ -141,12 +150,12 @@ class Contents:
         self._is_blind = bool(walk.warnings)
         self._unsendable = walk.unsendable
         for warning in walk.warnings:
-            if warning not in self._warned:
+            if self._warns and warning not in self._warned:
                 self._warned.add(warning)
                 log.warning("%s", warning)
 
     def _read_values(self) -> Hashable:
-        """Return all plain values; None if they are not where they were, so that a new walk must find them."""
+        """Return all plain values; None if any is no longer where it was, so that a new walk is needed."""
         for container, length in self._lengths:
             if len(container) != length:
                 return None
@@ -175,7 +184,7 @@ class Contents:
     def _encode_values(self) -> Array:
         read = self._read_values()
         if self._block is not None and read is not None and read == self._block_is_of:
-            return self._block[1]  # To compare takes less time than to pickle, and this is done with every version.
+            return self._block[1]  # Comparing is faster than pickling, and this is done for every version.
         values = tuple(self._dump_slot(place, path) for place, path in self._slots)
         self._block_is_of = read
         if self._block is not None and self._block[0] == values and len(self._block[1]) == self._capacity:
@@ -183,7 +192,7 @@ class Contents:
         data = pickle.dumps(values, 5)
         if len(data) + 8 > self._capacity:
             if self._capacity:
-                self.generation += 1  # No longer the same weights: the policy is sent anew.
+                self.generation += 1  # The weights no longer have the same shapes: the whole policy is sent again.
             self._capacity = -(-(2 * len(data) + 8) // 256) * 256
         block = np.zeros(self._capacity, np.uint8)
         block[:8] = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
@@ -193,11 +202,11 @@ class Contents:
 
 
 class Delivered:
-    """What came to a worker: a payload of its own, whose arrays and plain values the head can overwrite.
+    """A worker's own copy of a payload, whose arrays and plain values the head can overwrite.
 
     Attributes:
         payload: The objects.
-        classes: Those that it does not import, but has of its own.
+        classes: The classes that the payload does not import, but has its own copies of.
     """
 
     def __init__(self, packed: bytes) -> None:
@@ -212,26 +221,30 @@ class Delivered:
         self._arrays: dict[str, tuple[ArrayKind, Any]] = {name: (kind(), array) for name, kind, array in arrays}
         self._block: Array | None = block
         self._values = () if block is None else _split(block)
+        copied = set(self.classes.values())
+        for place, value in zip(self._slots, self._values, strict=False):
+            if isinstance(place.owner, type) and place.owner not in copied:  # A class that was imported here.
+                place.write(Restorer(value, self.classes).load())
         self._spec = WeightsSpec.of(self.weights())
 
     def weights(self) -> dict[str, Array]:
-        """Return the arrays, and the block of plain values, as they were loaded last."""
+        """Return the arrays, and the block of plain values, as last loaded."""
         arrays = {name: kind.view(array) for name, (kind, array) in self._arrays.items()}
         return arrays if self._block is None else {**arrays, VALUES: self._block}
 
     def named_arrays(self) -> dict[str, Any]:
-        """Return the arrays as the payload has them."""
+        """Return the payload's own arrays by name."""
         return {name: array for name, (_, array) in self._arrays.items()}
 
     def empty_caches(self) -> None:
-        """Let be computed anew what `lru_cache` and `cached_property` keep, but for generators of random numbers."""
+        """Empty what `lru_cache` and `cached_property` keep, except for random generators."""
         for cache in self._caches:
             forget(cache)
 
     def load(self, weights: Weights) -> bool:
-        """Overwrite arrays in place, and plain values that have changed on the head; says whether any has.
+        """Overwrite arrays in place, and plain values that have changed on the head; return whether any of these has.
 
-        What this copy has itself changed since stays, unless the head changed it too.
+        Plain values that this copy itself has changed stay, unless the head has changed them too.
 
         Raises:
             PolicyError: Names, shapes or dtypes do not fit.
@@ -253,12 +266,12 @@ class Delivered:
 
 
 def is_delivered(policy: Any) -> bool:
-    """Tell whether a policy is a copy that came by value, with classes of its own."""
+    """Return whether a policy is a copy that was sent by value, with its own classes."""
     return isinstance(getattr(policy, "delivered", None), Delivered)
 
 
 def read_values(policy: Any, pickled: bytes | None) -> dict[str, Any]:
-    """Read per-call values for a worker's policy, with the classes that it has."""
+    """Unpickle per-call values for a worker's policy, using the policy's own classes."""
     if pickled is None:
         return {}
     values: dict[str, Any]
@@ -270,7 +283,7 @@ def read_values(policy: Any, pickled: bytes | None) -> dict[str, Any]:
 
 
 def _freeze(value: Any, kinds: Sequence[ArrayKind]) -> Hashable:
-    """Return something that differs if the value does."""
+    """Return something hashable that differs if the value does."""
     for kind in (*kinds, NUMPY):
         if kind.is_array(value):
             array = kind.view(value)
@@ -286,12 +299,12 @@ def _split(block: Array) -> tuple[bytes, ...]:
 
 
 def generation_of(policy: object) -> int:
-    """Return how often a policy's structure has changed, if it can tell."""
+    """Return how often a policy's structure has changed; 0 if the policy does not say."""
     generation: int = getattr(policy, "generation", 0)
     return generation
 
 
 def announce(policy: object) -> None:
-    """Let the next call send a policy anew, if there is something of it that cannot be compared."""
+    """Make the next call send the whole policy again, if parts of it cannot be compared."""
     if (tell := getattr(policy, "announce", None)) is not None:
         tell()

@@ -1,7 +1,7 @@
-"""A policy's action distributions on a batch of observations, as plain arrays.
+"""A policy's action distributions for a batch of observations, as plain arrays.
 
 A distribution can be sampled (which is how most policies act), compared with another one of its family (which is what
-Adaptive Policy Synchronization measures), and taken apart into arrays that can be sent. `families` has the families.
+Adaptive Policy Synchronization measures), and taken apart into arrays that can be sent. The families are in `families`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Distribution(ABC):
         """Return KL(self || newest) in nats for each state; both must have passed `check` and have equal shapes."""
 
     def total_variation(self, newest: Self) -> NDArray[np.float64]:
-        """Return the share of actions that the two do not have in common, for each state: from 0 to 1.
+        """Return the share of actions that the two distributions do not have in common, for each state: from 0 to 1.
 
         Raises:
             PolicyError: The family has no probabilities.
@@ -57,7 +57,7 @@ class Distribution(ABC):
         raise self._has_no_probabilities()
 
     def second_moment(self, newest: Self) -> NDArray[np.float64]:
-        """Return the mean of (newest / self)^2 over the actions of `self`, for each state: 1 if they are equal.
+        """Return the mean of (newest / self)^2 over the actions of `self`, for each state: 1 if the two are equal.
 
         Raises:
             PolicyError: The family has no probabilities.
@@ -69,7 +69,7 @@ class Distribution(ABC):
         """Draw one action per state.
 
         Args:
-            rng: Where the randomness comes from.
+            rng: The random generator to draw from.
             call: Per-call values, by the names in `reads`; other names are ignored.
 
         Returns:
@@ -83,7 +83,7 @@ class Distribution(ABC):
         """Return the log-probability (density, if continuous) of one given action per state, shape `[n]`.
 
         Raises:
-            PolicyError: The family has none.
+            PolicyError: The family has no log-probabilities.
         """
         raise PolicyError(f"{type(self).__name__} distributions have no log-probabilities.")
 
@@ -100,11 +100,11 @@ class Distribution(ABC):
     def read(self, family: str, arrays: Mapping[str, Array]) -> Self:
         """Read another version's arrays as a distribution of this family on the same states.
 
-        Family, names and shapes must be those of this distribution, which the reader made itself: nothing in a message
-        chooses a type or a shape.
+        Family, names and shapes must be those of this distribution, which the reader made itself: a message cannot
+        choose a type or a shape.
 
         Raises:
-            PolicyError: They differ, or the arrays hold NaN.
+            PolicyError: Family, names or shapes differ, or the arrays hold NaN.
         """
         own_family, own = self.to_arrays()
         expected = {name: (array.shape, array.dtype.kind) for name, array in own.items()}
@@ -119,20 +119,20 @@ class Distribution(ABC):
         return newest
 
     def with_arrays(self, arrays: Mapping[str, Array]) -> Self:
-        """Return this distribution with other values for what is named in `sent`; they are not checked."""
+        """Return this distribution with other values for the fields in `sent`; they are not checked."""
         return replace(self, **arrays)  # type: ignore[type-var]  # every family is a dataclass; an ABC cannot say so
 
 
 def divergence(own: Distribution, newest: Distribution) -> NDArray[np.float64]:
     """Return how far a worker's own policy is from the newest one: KL(own || newest) for each state, shape `[n]`.
 
-    In this direction because the worker's own policy made the data: the mean of this number is the mean of
-    -log(newest / own) over those transitions, which PPO implementations print as `approx_kl`. Per state rather than
-    summed over environments, so that a threshold means the same for 1 and for 1,000 of them. Infinite where the newest
-    policy never does what the worker's may do; never negative, never NaN.
+    The direction is chosen because the worker's own policy made the data: the mean of this number is the mean of
+    -log(newest / own) over those transitions, which PPO implementations print as `approx_kl`. It is per state rather
+    than summed over environments, so that a threshold means the same for 1 and for 1,000 of them. It is infinite where
+    the newest policy never does what the worker's may do, never negative and never NaN.
 
     Raises:
-        PolicyError: The two are of different families or sizes, or hold NaN.
+        PolicyError: The two distributions are of different families or sizes, or hold NaN.
     """
     own.check()
     gap = own.kl(own.read(*newest.to_arrays()))
@@ -162,25 +162,42 @@ def check_floats(owner: str, array: Floats, shape: tuple[int | None, ...], *, ma
         raise PolicyError(f"{owner} holds NaN or inf. Has training diverged?")
 
 
-def read_number(call: Call, name: str, default: float) -> Floats:
+def read_number(call: Call, name: str, default: float, num_rows: int) -> Floats:
     """Read a per-call value as a number, or an array of one number per environment.
 
     Raises:
-        PolicyError: It is not numeric.
+        PolicyError: The value is not numeric, or is an array of another shape.
     """
     value = np.asarray(call.get(name, default))
     if value.dtype.kind not in "fiub":
         raise PolicyError(f"The per-call value {name}={call[name]!r} should be a number.")
+    if value.shape not in ((), (1,), (num_rows,)):
+        raise PolicyError(
+            f"The per-call value {name} should be a number, or an array with one number for each of the worker's "
+            f"{num_rows} environments; got an array of shape {value.shape}."
+        )
     return value.astype(np.float32)
 
 
-def read_temperature(call: Call) -> Floats:
+def read_epsilon(call: Call, num_rows: int) -> Floats:
+    """Read the per-call value "epsilon".
+
+    Raises:
+        PolicyError: The value is not a probability.
+    """
+    value = read_number(call, "epsilon", 0.0, num_rows)
+    if not ((value >= 0) & (value <= 1)).all():
+        raise PolicyError(f'values={{"epsilon": {call["epsilon"]!r}}} must be from 0 to 1: it is a probability.')
+    return value
+
+
+def read_temperature(call: Call, num_rows: int) -> Floats:
     """Read the per-call value "temperature".
 
     Raises:
-        PolicyError: It is not a positive number.
+        PolicyError: The value is not a positive number.
     """
-    value = read_number(call, "temperature", 1.0)
+    value = read_number(call, "temperature", 1.0, num_rows)
     if not (value > 0).all():
         raise PolicyError(
             f'values={{"temperature": {call["temperature"]!r}}} must be positive. For the likeliest actions, pass '
@@ -190,7 +207,7 @@ def read_temperature(call: Call) -> Floats:
 
 
 def is_deterministic(call: Call) -> bool:
-    """Tell whether this call asks for each state's most likely action."""
+    """Return whether this call asks for each state's most likely action."""
     return bool(call.get("deterministic", False))
 
 

@@ -1,4 +1,4 @@
-"""The families of action distributions: discrete, continuous, and one for what only its user understands."""
+"""The families of action distributions: discrete, continuous, and a custom one for the user's own."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from clusterenv.policy.distribution import (
     Floats,
     check_floats,
     is_deterministic,
+    read_epsilon,
     read_number,
     read_temperature,
     refuse_nan,
@@ -27,7 +28,7 @@ from clusterenv.policy.distribution import (
 Parameters: TypeAlias = Mapping[str, Array]
 
 _LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
-_NUM_DRAWN = 16  # Actions per state, where two distributions are compared by sampling.
+_NUM_DRAWN = 16  # How many actions per state to draw when comparing two distributions by sampling.
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ class Categorical(Distribution):
         # Actions first: with few actions numpy reduces along the first axis several times faster.
         scores = self.logits.T
         if "temperature" in call:
-            scores = scores / read_temperature(call)
+            scores = scores / read_temperature(call, len(self))
         scores = scores - scores.max(axis=0)
         cumulative = np.exp(scores).cumsum(axis=0)
         total = cumulative[-1]
@@ -75,7 +76,7 @@ class Categorical(Distribution):
         if is_deterministic(call):
             action = scores.argmax(axis=0)
         else:
-            # The draw is below 1, and rounding cannot lift it to `total`: a forbidden action is never counted up to.
+            # The draw is below 1, and rounding cannot lift the product to `total`: a forbidden action is never chosen.
             action = (cumulative <= _uniform(rng, total) * total).sum(axis=0)
         return action, scores[action, np.arange(len(action))] - np.log(total)
 
@@ -171,7 +172,7 @@ class Bernoulli(Distribution):
         """Draw each choice, as int8 like a MultiBinary space."""
         logits = self.logits
         if "temperature" in call:
-            logits = logits / read_temperature(call)[..., None]
+            logits = logits / read_temperature(call, len(self))[..., None]
         refuse_nan(logits)
         if is_deterministic(call):
             action = logits > 0
@@ -187,17 +188,17 @@ class Bernoulli(Distribution):
 
 @dataclass(frozen=True, eq=False)
 class QValues(Distribution):
-    """A policy that takes the action of highest value, and a random one with probability `epsilon`.
+    """A policy that takes the action with the highest value, or a random one with probability `epsilon`.
 
     A greedy policy has no useful KL of its own: it is 0 until an action flips, then infinite. Instead we compare
     softmaxes over the values, in units of how much better the best action is than a random one, on average over the
-    given states. Like the greedy policy itself, this does not change when all values are scaled or a state's values
-    are shifted. A flip between nearly equal actions counts for little, one between clearly different actions for about
-    1 / `temperature`.
+    given states. Like the greedy policy itself, this measure does not change when all values are scaled or a state's
+    values are shifted. A flip between nearly equal actions counts for little, one between clearly different actions for
+    about 1 / `temperature`.
 
     Attributes:
         q: Shape `[n, A]`; -inf forbids an action.
-        temperature: Of the softmax, in the unit above.
+        temperature: The temperature of the softmax, in the unit above.
     """
 
     q: Floats
@@ -226,7 +227,7 @@ class QValues(Distribution):
         """Take the best action, or with probability `epsilon` any allowed one."""
         refuse_nan(self.q)
         action = self.q.argmax(axis=1)
-        epsilon = read_number(call, "epsilon", 0.0)
+        epsilon = read_epsilon(call, len(self))
         if is_deterministic(call) or not epsilon.any():
             return action, None
         draws = rng.random(self.q.shape, dtype=np.float32)
@@ -237,7 +238,7 @@ class QValues(Distribution):
     def _soft(self) -> Categorical:
         advantage: NDArray[np.float64] = self.q.astype(np.float64) - self.q.max(axis=-1, keepdims=True)
         unit = -np.mean(advantage, axis=-1, where=np.isfinite(advantage)).mean()
-        if unit != 0.0:  # It is 0 if all values are equal, as in a network whose last layer starts at zero.
+        if unit != 0.0:  # 0 if all values are equal, as in a network whose last layer starts at zero.
             advantage /= self.temperature * unit
         return Categorical(advantage)
 
@@ -259,12 +260,12 @@ class DiagonalGaussian(Distribution):
     reads: ClassVar[frozenset[str]] = frozenset({"deterministic", "temperature"})
 
     def to_arrays(self) -> tuple[str, dict[str, Array]]:
-        """Return both with a row for each state: whether deviations differ between states is seen only in some."""
+        """Return both with one row per state: a few states may not show whether `log_std` depends on the state."""
         log_std = np.ascontiguousarray(np.broadcast_to(self.log_std, self.mean.shape))
         return self.family, {"mean": self.mean, "log_std": log_std}
 
     def check(self) -> None:
-        """Require finite means, and standard deviations of the same shape or one row of them."""
+        """Require finite means, and log standard deviations of the same shape or a single row."""
         check_floats(f"{type(self).__name__}.mean", self.mean, (None, None))
         shape = self.mean.shape if self.log_std.ndim == 2 else self.mean.shape[1:]
         check_floats(f"{type(self).__name__}.log_std", self.log_std, shape)
@@ -278,15 +279,15 @@ class DiagonalGaussian(Distribution):
         return gap
 
     def total_variation(self, newest: DiagonalGaussian) -> NDArray[np.float64]:
-        """Compare the Gaussians, whatever is made of their samples: a bijection keeps what they have in common."""
+        """Compare the Gaussians, even if their samples are squashed: a bijection preserves total variation."""
         return _sampled_variation(
             DiagonalGaussian(self.mean, self.log_std), DiagonalGaussian(newest.mean, newest.log_std)
         )
 
     def second_moment(self, newest: DiagonalGaussian) -> NDArray[np.float64]:
-        """Use the closed form; infinite if the newest is wider than sqrt(2) times the own in any direction."""
+        """Use the closed form; infinite if the newest is wider than sqrt(2) times our own in any direction."""
         log_std = self.log_std.astype(np.float64)
-        ratio = np.exp(2.0 * (newest.log_std - log_std))  # Of the variances.
+        ratio = np.exp(2.0 * (newest.log_std - log_std))  # The ratio of the variances.
         distance = (newest.mean.astype(np.float64) - self.mean) * np.exp(-log_std)
         exponents = distance**2 / (2.0 - ratio) - 0.5 * np.log(ratio * (2.0 - ratio))
         moment: NDArray[np.float64] = np.exp(np.where(ratio < 2.0, exponents, np.inf).sum(axis=-1))
@@ -305,7 +306,7 @@ class DiagonalGaussian(Distribution):
         """Return the noise to add to the mean, and its log-density."""
         log_std = self.log_std
         if "temperature" in call:
-            log_std = log_std + np.log(read_temperature(call))[..., None]
+            log_std = log_std + np.log(read_temperature(call, len(self)))[..., None]
         if is_deterministic(call):
             scaled: Floats = np.zeros_like(self.mean)
         elif self.mean.dtype == np.float64:
@@ -343,7 +344,7 @@ class SquashedGaussian(DiagonalGaussian):
         return np.tanh(before) * self.scale + self.shift, logprob
 
     def log_prob(self, action: Array) -> Floats:
-        """Return the log-density; what `sample` returned is more accurate where tanh rounds to 1."""
+        """Return the log-density; the one that `sample` returned is more accurate where tanh rounds to 1."""
         squashed = (action.astype(np.float64) - self.shift) / self.scale
         before = np.arctanh(np.clip(squashed, -1 + 1e-12, 1 - 1e-12))
         return super().log_prob(before) - self._log_slope(before)
@@ -357,9 +358,9 @@ class SquashedGaussian(DiagonalGaussian):
 
 @dataclass(frozen=True, eq=False)
 class Deterministic(Distribution):
-    """A policy that maps a state to one action, as in DDPG and TD3; exploration noise comes with the call (`noise`).
+    """A policy that maps a state to one action, as in DDPG and TD3; exploration noise is a per-call value (`noise`).
 
-    Its divergence is that of two Gaussians around the actions with a standard deviation of a tenth of `scale`, the
+    The divergence is that of two Gaussians around the actions with a standard deviation of a tenth of `scale`, the
     usual exploration noise: half the squared distance in that unit.
 
     Attributes:
@@ -400,7 +401,7 @@ class Deterministic(Distribution):
     def sample(self, rng: np.random.Generator, call: Call = NO_VALUES) -> tuple[Array, Floats | None]:
         """Return the action, plus Gaussian noise of `noise * scale` if the call asks for it."""
         refuse_nan(self.action)
-        noise = read_number(call, "noise", 0.0)
+        noise = read_number(call, "noise", 0.0, len(self))
         if is_deterministic(call) or not noise.any():
             return self.action, None
         drawn = rng.standard_normal(self.action.shape, dtype=np.float32)
@@ -417,7 +418,7 @@ class Custom(Distribution):
     Only the arrays are sent; the function is the reader's own.
 
     Attributes:
-        arrays: Whatever describes the policy on n states; the first axis of the first array counts them.
+        arrays: Whatever describes the policy on n states; the first array has n rows.
         compare: `compare(own arrays, newest arrays)` returns one non-negative number per state, shape `[n]`.
         name: Tells different custom families apart.
     """
@@ -483,16 +484,16 @@ def _expected_gap(
 
 
 def _weighted(own: NDArray[np.float64], newest: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return newest^2 / own of probabilities given as logarithms, or 0 where the newest is 0, even if own is, too."""
+    """Return newest^2 / own of probabilities given as logarithms, or 0 where the newest is 0, even if own is 0, too."""
     weighted = np.zeros_like(own)
     np.exp(2.0 * newest - own, out=weighted, where=newest > -np.inf)
     return weighted
 
 
 def _sampled_variation(own: Distribution, newest: Distribution) -> NDArray[np.float64]:
-    """Estimate the total variation from actions of `own`: that of independent parts has no closed form.
+    """Estimate the total variation from actions of `own`: for independent parts it has no closed form.
 
-    The same ones are drawn each time. The mean over a few hundred states is within 2 % of the truth.
+    The random numbers are the same each time. The mean over a few hundred states is within 2 % of the truth.
     """
     rng = np.random.default_rng(0)
     total = np.zeros(len(own))

@@ -1,6 +1,6 @@
-"""What turns observations into decisions on a worker, in numpy terms.
+"""Policies: what turns observations into decisions on a worker, in terms of numpy arrays.
 
-A user's own policy is a class with one method on top of `BasePolicy`:
+A user's own policy is a subclass of `BasePolicy` with `distribution` (or `act`), and `weights` if it has any:
 
     class Linear(BasePolicy):
         def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Decision(NamedTuple):
     """What a policy decided for n environments.
 
     Attributes:
-        action: One array `[n, ...]`, or a dict or tuple of them, nested as the action space is.
-        extras: What else the learner wants to know, each `[n, ...]`: "logprob", "value", ...
+        action: One array `[n, ...]`, or a dict or tuple of them, nested like the action space.
+        extras: Further outputs for the learner, each `[n, ...]`: "logprob", "value", ...
         state: The recurrent state after this step, each `[n, ...]`; None if the policy has none.
-        distribution: What the actions were drawn from, if it is at hand: it need not be evaluated once more in order
-            to be compared with another version's.
+        distribution: The distribution the actions were drawn from, if available: it then need not be evaluated again to
+            be compared with another version's.
     """
 
     action: Tree
@@ -51,15 +51,15 @@ class Decision(NamedTuple):
 
 @runtime_checkable
 class Policy(Protocol):
-    """What a worker needs of a policy. It is pickled to the workers once; after that only its weights travel."""
+    """What a worker needs from a policy, which is pickled to the workers once; after that only its weights are sent."""
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
         """Decide for every environment of a batch.
 
         Args:
-            obs: Observations `[n, ...]`, nested as the observation space is; valid only during the call.
-            state: What the last decision returned, or `initial_state`, with the rows of new episodes already reset to
-                their initial values (`start_episodes`).
+            obs: Observations `[n, ...]`, nested like the observation space; valid only during the call.
+            state: The state that the last decision returned, or `initial_state`, with the rows of new episodes already
+                reset to their initial values (`start_episodes`).
             call: Per-call values such as epsilon.
 
         Returns:
@@ -67,7 +67,7 @@ class Policy(Protocol):
         """
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
-        """Return the action distributions on a batch without sampling; None if the policy has none to offer."""
+        """Return the action distributions for a batch without sampling; None if the policy cannot provide them."""
 
     def weights(self) -> dict[str, Array]:
         """Return the weights by name, always in the same order. They may be live: encode or copy them immediately."""
@@ -80,9 +80,9 @@ class Policy(Protocol):
         """
 
     def stamp(self) -> Hashable:
-        """Return a value that differs from an earlier one if the weights may have changed in between.
+        """Return a value that differs from the last one returned if the weights may have changed since.
 
-        None means that the policy cannot tell: changes are then announced with `envs.publish(agent)`.
+        None means that the policy cannot tell: announce changes with `envs.publish(agent)`.
         """
 
     def seed(self, seed: int) -> None:
@@ -93,7 +93,7 @@ class Policy(Protocol):
 
 
 class BasePolicy:
-    """A policy in numpy that lacks only `distribution` or `act`: write either, and `weights` if there are any."""
+    """Base class for policies in numpy: define `distribution` or `act`, and `weights` if there are any."""
 
     _rng: np.random.Generator | None = None
 
@@ -131,7 +131,7 @@ class BasePolicy:
         return tuple(hash(array.tobytes()) for array in self.weights().values())
 
     def seed(self, seed: int) -> None:
-        """Replace the generator by one with this seed."""
+        """Replace the random generator with one that has this seed."""
         self._rng = np.random.default_rng(seed)
 
     def use_generator(self, rng: np.random.Generator) -> None:
@@ -146,12 +146,12 @@ class BasePolicy:
 class FunctionPolicy(BasePolicy):
     """A plain function over numpy arrays: `f(obs)`, `f(obs, rng)`, `f(obs, epsilon)`.
 
-    A parameter named `rng` receives the worker's seeded generator; any other is a per-call value. What the function
-    refers to by value (a network in its closure, a global of the script) is the policy's weights.
+    A parameter named `rng` receives the worker's seeded generator; any other is a per-call value. Whatever the function
+    refers to by value (a network in its closure, a global of the script) counts as the policy's weights.
 
     Args:
         function: Returns the actions, or a `Decision`.
-        kinds: The frameworks whose arrays it may refer to.
+        kinds: The frameworks whose arrays the function may refer to.
     """
 
     can_remember = True
@@ -177,11 +177,11 @@ class FunctionPolicy(BasePolicy):
 
     @property
     def generation(self) -> int:
-        """How often what the function is made of has changed, other than arrays and plain values."""
+        """How often the function's contents, other than arrays and plain values, have changed."""
         return self.contents.generation
 
     def announce(self) -> None:
-        """Take for changed what cannot be compared."""
+        """Treat whatever cannot be compared as changed."""
         self.contents.announce()
 
     def act(self, obs: Tree, state: State | None = None, call: Call = NO_VALUES) -> Decision:
@@ -204,11 +204,11 @@ class FunctionPolicy(BasePolicy):
             self.delivered.load(weights)
 
     def stamp(self) -> Hashable:
-        """Return a value that changes with what the function refers to."""
+        """Return a value that changes whenever something the function refers to changes."""
         return self.contents.stamp()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the function without the numbers of its arrays."""
+        """Pickle the function without the values of its arrays."""
         return _rebuild_function, (self.contents.pack(),)
 
 
@@ -216,8 +216,8 @@ class TrackedPolicy:
     """A user's own policy whose attributes reach the workers too, not only its weights.
 
     Args:
-        policy: Has its own `weights` and `load`; what else its pickle carries by value is added to them.
-        kinds: The frameworks whose arrays may be among that.
+        policy: Has its own `weights` and `load`; whatever else its pickle carries by value is added to its weights.
+        kinds: The frameworks whose arrays may be among its attributes.
     """
 
     def __init__(self, policy: Policy, kinds: Sequence[ArrayKind] = ()) -> None:
@@ -229,7 +229,7 @@ class TrackedPolicy:
 
     @property
     def generation(self) -> int:
-        """How often what the policy is made of has changed, other than weights and plain values."""
+        """How often the policy's contents, other than weights and plain values, have changed."""
         return self.contents.generation
 
     def weights(self) -> dict[str, Array]:
@@ -262,7 +262,7 @@ class _DeliveredPolicy:
 
     @property
     def chance(self) -> object:
-        """What the policy's own code draws from, if it says so: another value after every draw."""
+        """The state of the random source that the policy's own code uses, if declared; changes with every draw."""
         return getattr(self._policy, "chance", None)
 
     def weights(self) -> dict[str, Array]:
@@ -275,11 +275,11 @@ class _DeliveredPolicy:
 
 
 class Selected:
-    """A policy of which only some extras are wanted in rollouts: what nobody asked for need not be made or sent.
+    """A policy of which only some extras are wanted in rollouts; the others need not be computed or sent.
 
     Args:
-        policy: Any.
-        wanted: The names of the extras.
+        policy: Any policy.
+        wanted: The names of the wanted extras.
     """
 
     def __init__(self, policy: Any, wanted: tuple[str, ...]) -> None:
@@ -292,7 +292,7 @@ class Selected:
             policy.wanted = wanted
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the policy has: whether it is fast, how often its structure has changed."""
+        """Return any other attribute of the policy: whether it is fast, how often its structure has changed."""
         if name.startswith("__") or name == "_policy":
             raise AttributeError(name)
         return getattr(self._policy, name)
@@ -302,7 +302,7 @@ class Selected:
 
 
 def _rebuild_function(packed: bytes) -> FunctionPolicy:
-    """Make a worker's policy; its arrays are zeros until some are loaded."""
+    """Make the policy on a worker; its arrays are zeros until weights are loaded."""
     delivered = Delivered(packed)
     policy = FunctionPolicy(delivered.payload)
     policy.delivered = delivered
@@ -314,21 +314,32 @@ class Signature:
 
     Args:
         function: The user's function.
-        num_positional: How many leading parameters are passed by position.
+        num_positional: How many leading parameters are passed by position, of which the last is the observations.
         offered: The name of the parameter that ClusterEnv fills if the function has it.
+
+    Raises:
+        PolicyError: The function has fewer parameters than that.
     """
 
     def __init__(self, function: Callable[..., object], num_positional: int, offered: str) -> None:
         self._name = getattr(function, "__name__", type(function).__name__)
         try:
             parameters = list(inspect.signature(function).parameters.values())
-        except ValueError:  # A builtin without a signature: it decides itself what it accepts.
+        except ValueError:  # A builtin without a signature checks its own arguments.
             parameters = []
+        else:
+            self._check_positional(parameters, num_positional)
         named = {p.name: p for p in parameters[num_positional:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         self._offered = offered if named.pop(offered, None) else None
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.values = frozenset(named)
         self._required = {name for name, p in named.items() if p.default is p.empty}
+
+    def _check_positional(self, parameters: Sequence[inspect.Parameter], expected: int) -> None:
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len(positional) < expected and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            given = "the agent and the observations" if expected > 1 else "the observations"
+            raise PolicyError(f"The policy function {self._name}() must have a parameter for {given}.")
 
     def bind(self, offer: object, call: Call) -> dict[str, object]:
         """Return the keyword arguments for one call.

@@ -1,4 +1,4 @@
-"""Pickling by value, with arrays that are sent apart left out."""
+"""Pickling by value, without the arrays that are sent separately."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import io
 import pickle
 import random
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,14 +24,14 @@ SCALARS = frozenset(
     | {np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64}
     | {np.float16, np.float32, np.float64}
 )
-"""What is pickled without looking into it."""
+"""Types that are pickled without looking into them."""
 
 RANDOM = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
-"""Generators of random numbers, but for torch's."""
+"""Types of random generators, except for torch's."""
 
 
 class Stripper(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Pickles arrays that are sent apart as their shapes."""
+    """Pickles only the shapes and dtypes of arrays that are sent separately."""
 
     def __init__(self, file: io.BytesIO, kinds: Sequence[ArrayKind], apart: set[int]) -> None:
         super().__init__(file)
@@ -52,14 +54,14 @@ class Stripper(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 class Restorer(pickle.Unpickler):
-    """Reads what was pickled by value into classes of its own.
+    """Unpickles what was pickled by value, with its own copies of classes.
 
-    A process has only one class of cloudpickle's for each that was pickled, and on the head that is the user's own.
-    Whenever it is read, its methods are overwritten by copies, which refer to copies of everything else.
+    By default, cloudpickle keeps one class per process for each that was pickled, and on the head that is the user's
+    own: unpickling would overwrite its methods with copies, which refer to copies of everything else.
 
     Args:
         data: The pickle.
-        classes: Those that belong to the same copy of an agent; new ones are added.
+        classes: The classes that belong to the same copy of an agent; new ones are added.
     """
 
     def __init__(self, data: bytes, classes: dict[str, type]) -> None:
@@ -78,9 +80,9 @@ class Restorer(pickle.Unpickler):
 
 
 class Computed(functools.cached_property[Any]):
-    """A cached property in a copy: it uses what the head has computed, or keeps its own until weights are loaded.
+    """A cached property in a copy: uses what the head has computed, or keeps its own result until weights are loaded.
 
-    It keeps it apart from the object, which would otherwise look as if it had changed.
+    The result is kept outside the object, which would otherwise look as if it had changed.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -96,12 +98,12 @@ class Computed(functools.cached_property[Any]):
         return kept[1]
 
     def forget(self) -> None:
-        """Compute anew, when it is asked for next, what is no generator of random numbers."""
+        """Drop all results, to be computed again when needed, except for random generators."""
         self._kept = {key: kept for key, kept in self._kept.items() if holds_generator(kept[1])}
 
 
 def forget(cache: Any) -> None:
-    """Empty a cache of a copy, whose results may have been computed from other weights."""
+    """Empty a copy's cache, whose results may have been computed from other weights."""
     if isinstance(cache, Computed):
         cache.forget()
     elif not cache.generators:
@@ -109,7 +111,7 @@ def forget(cache: Any) -> None:
 
 
 def holds_generator(value: Any) -> bool:
-    """Tell whether something is a generator of random numbers, or has one somewhere in it."""
+    """Return whether something is a random generator, or holds one."""
     seen: dict[int, Any] = {}
     left = [value]
     while left:
@@ -125,7 +127,7 @@ def holds_generator(value: Any) -> bool:
 
 
 def dump(value: Any, kinds: Sequence[ArrayKind]) -> bytes:
-    """Pickle something with all the numbers of its arrays."""
+    """Pickle something with all values of its arrays."""
     if type(value) in SCALARS:
         return pickle.dumps(value, 5)
     buffer = io.BytesIO()
@@ -133,7 +135,7 @@ def dump(value: Any, kinds: Sequence[ArrayKind]) -> bytes:
     return buffer.getvalue()
 
 
-# Not methods of a Restorer: it remembers what it finds, and would be part of a cycle with all that it has read.
+# Not methods of a Restorer: it remembers what it finds, and would form a reference cycle with all it has read.
 def _make_class(make: Callable[..., type], classes: dict[str, type], *arguments: Any) -> type:
     *others, identifier, extra = arguments
     if identifier not in classes:
@@ -165,7 +167,7 @@ def _itself(obj: Any) -> Any:
 
 
 def is_by_value(obj: Any) -> bool:
-    """Tell whether cloudpickle copies a function or class, rather than import it on the other side."""
+    """Return whether cloudpickle copies a function or class, rather than import it on the other side."""
     module = sys.modules.get(getattr(obj, "__module__", None) or "")
     if module is None or module.__name__ == "__main__":
         return True
@@ -176,3 +178,18 @@ def is_by_value(obj: Any) -> bool:
     for part in obj.__qualname__.split("."):
         found = getattr(found, part, None)
     return found is not obj
+
+
+def is_own_file(name: str) -> bool:
+    """Whether a module is a file of the user's own: neither Python's, nor installed, nor this library's."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None or name == "__main__" or name.partition(".")[0] == "clusterenv":
+        return False
+    return not _is_installed(file)
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    path = Path(file).resolve()
+    python = (Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(map(path.is_relative_to, python))

@@ -1,8 +1,8 @@
 """When a worker pulls the learner's newest weights.
 
-A rule is a frozen config; `start` makes the tracker that holds a run's state. A tracker is given what is known of a
-version that workers hold and returns a verdict for all of them, without I/O or a clock. Versions are numbered from 1; a
-worker without weights has version 0.
+A rule is a frozen config; `start` makes the tracker that holds a run's state. A tracker is given what is known about a
+version that workers hold and returns a verdict for all its holders, without I/O or a clock. Versions are numbered from
+1; a worker without weights has version 0.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import ClassVar, NamedTuple, Protocol, Self
 from clusterenv.errors import ConfigError
 from clusterenv.policy.measure import MEASURES, Measure
 
-# As a fraction of the threshold. A divergence below this is negligible, and how it changes is noise.
+# As a fraction of the threshold. A divergence below this is negligible, and its changes are noise.
 _NEGLIGIBLE = 0.05
-# Larger weights are taken from shared memory in less time than the newest policy takes on a pool; see
-# docs/explanation/sync.md.
+# Larger weights are read from shared memory in less time than it takes to evaluate the newest policy on the pooled
+# states; see docs/explanation/sync.md.
 _CHEAP_CHECK_BYTES = 128 << 10
-_MAX_COURSES = 64  # Versions are held for a while; of those that are not any more the tracker is not told.
+_MAX_COURSES = 64  # The tracker is not told when a version is no longer held, so the oldest are dropped.
 
 
 class Reason(Enum):
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
     """Whether to pull, and why.
 
     Attributes:
-        at_most: How many of the version's holders, those that have held it longest first; None: all.
+        at_most: How many of the version's holders pull, those that have held it longest first; None: all.
     """
 
     pulls: bool
@@ -61,17 +61,17 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What is known of a version that workers hold.
+    """What is known about a version that workers hold.
 
     Attributes:
-        own: Its number; 0 if they hold none.
+        own: The version's number; 0 if the workers hold no weights.
         newest: The newest version.
-        divergence: How far it is from the newest over states they met, in nats; None if the policy has no
-            distribution, or they do not say how they act.
-        num_workers: How many hold it and could pull now.
+        divergence: The divergence of this version from the newest over states the workers met, in nats; None if the
+            policy has no distribution, or the workers do not report theirs.
+        num_workers: How many workers hold this version and could pull now.
         num_all: How many workers there are.
-        pull_bytes: What one pull sends.
-        now_s: The time, by any clock that only advances.
+        pull_bytes: The size of one pull.
+        now_s: The time, by any monotonic clock.
     """
 
     own: int
@@ -85,7 +85,7 @@ class Case:
 
     @property
     def lag(self) -> int:
-        """How many versions behind it is."""
+        """How many versions behind the newest this version is."""
         return self.newest - self.own
 
 
@@ -95,24 +95,24 @@ class Tracker(Protocol):
     def judge(self, case: Case) -> Verdict:
         """Decide whether the workers that hold a version pull the newest.
 
-        Each version that is held is judged once for each newer one, those that have diverged most first.
+        Each held version is judged once per newer version; those that have diverged most are judged first.
         """
 
 
 class SyncRule(Protocol):
     """When workers pull new weights.
 
-    One that compares may have a `measure`, of `policy.measure.MEASURES`; without it divergences are KL(own || newest).
-    It may also have `max_shared_bytes`: workers that share the head's memory pull all weights larger than that.
+    A rule that compares may have a `measure`, one of `policy.measure.MEASURES`; by default it is KL(own || newest). It
+    may also have `max_shared_bytes`: workers that share the head's memory always pull weights larger than that.
     """
 
     @property
     def compares(self) -> bool:
-        """Whether it judges by divergences: then workers say how their actions were distributed."""
+        """Whether the rule judges by divergence: workers then report their action distributions."""
 
     @property
     def max_lag(self) -> float:
-        """How many versions behind a worker may fall before it must pull; infinite if it need not."""
+        """How many versions behind a worker may fall before it must pull; infinite if there is no limit."""
 
     def start(self) -> Tracker:
         """Return the tracker for a run."""
@@ -122,29 +122,29 @@ class SyncRule(Protocol):
 class AdaptiveSync:
     """Pull when the worker's policy has diverged from the newest one.
 
-    Two protections pull even below the threshold. A learner that clips its updates against the policy that made the
-    data (plain PPO) is held near that policy: with stale workers the divergence rises, then stays where the clipping
-    holds it, below the threshold, and learning stops. `plateau` detects the end of the rise; `max_lag` bounds what it
-    misses. If a worker has pulled above the threshold several times in a row, its learner is clearly not held back, so
-    a pause is not the trap, and the plateau must last that many versions.
+    Two safeguards, `plateau` and `max_lag`, pull even below the threshold. A learner that clips its updates against the
+    policy that made the data (plain PPO) is held near that policy: with stale workers, the divergence rises until the
+    clipping stops it below the threshold, and learning stalls. `plateau` detects the end of the rise; `max_lag` catches
+    what it misses. If a worker has pulled above the threshold several times in a row, its learner is clearly not held
+    back, so the plateau must then last that many versions.
 
-    Workers take turns: while more than half of them hold one version, the rest of these pull at half the threshold.
-    They do so once, and then reach the threshold at different times, so that a learner never has old data only.
+    Pulls are staggered: if more than half of the workers hold one version, the surplus pulls at half the threshold.
+    From then on workers reach the threshold at different times, so that a learner never has only old data.
 
     Attributes:
         threshold: Pull above this divergence, a mean over states, in nats.
-        measure: What it is a divergence of: "kl" is KL(own || newest), which PPO prints as `approx_kl`; "reverse_kl" is
-            KL(newest || own), which also sees actions that only the newest policy takes; "tv" is the total variation,
-            and "ess" the effective share of the data once it is weighted by newest/own. All are of the whole action,
-            and in nats: 0.05 is a total variation of 0.126 and an effective share of 0.905.
+        measure: How divergence is measured: "kl" is KL(own || newest), which PPO prints as `approx_kl`; "reverse_kl" is
+            KL(newest || own), which also sees actions that only the newest policy takes; "tv" is the total variation;
+            "ess" is the effective share of the data when weighted by newest/own. All are of the whole action and
+            expressed in nats: 0.05 corresponds to a total variation of 0.126 and an effective share of 0.905.
         max_lag: Pull when this many versions behind, whatever the divergence.
-        plateau: The divergence counts as no longer growing if, from the version measured last to the newest, it grew
-            by less than `plateau` times its average growth per version since the last pull. Pull when that happens;
-            after n pulls above the threshold in a row, when it happens at n versions in a row. With 0 it must shrink;
-            None switches this off.
-        everywhere: Whether also workers are judged for which a pull takes less time than a check: those that share the
-            head's memory, if weights are larger than 128 KiB. They pull every version otherwise, except in streams,
-            where weights are sent to them too.
+        plateau: The divergence counts as no longer growing if, since the version measured last, it grew by less than
+            `plateau` times its average growth per version since the last pull. Pull when that happens; after n pulls
+            above the threshold in a row, only when it happens at n versions in a row. With 0 the divergence must
+            shrink; None switches this off.
+        everywhere: Whether to judge even workers for which a pull takes less time than a check: those that share the
+            head's memory, if the weights are larger than 128 KiB. By default such workers pull every version, except in
+            streams, where weights are sent to them too.
     """
 
     threshold: float = 0.05
@@ -181,11 +181,11 @@ class AdaptiveSync:
 
     @classmethod
     def off_policy(cls, threshold: float = 0.5, *, measure: Measure = "kl", everywhere: bool = False) -> Self:
-        """Return the rule for learners that correct for who made the data, or do not care: DQN, SAC, V-trace.
+        """Return the rule for learners that tolerate or correct for off-policy data: DQN, SAC, V-trace.
 
-        The trap is not for them, so both protections are off: workers pull when they have diverged, and only then. The
-        default threshold was tested with learners from replay (DQN, SAC); one that weighs its data by ratios, as
-        V-trace does, had better begin with 0.05.
+        Stale workers do not hold such learners back, so `plateau` and `max_lag` are off: workers pull only when they
+        have diverged. The default threshold was tested with replay-based learners (DQN, SAC); for one that weights its
+        data by importance ratios, as V-trace does, start with 0.05.
         """
         return cls(threshold, measure=measure, max_lag=math.inf, plateau=None, everywhere=everywhere)
 
@@ -195,10 +195,10 @@ class AdaptiveSync:
 
 @dataclass
 class _Course:
-    """How far a version had diverged, and when."""
+    """How a version's divergence has developed."""
 
     own: int
-    version: int  # The newest one it was compared with, and the divergence then.
+    version: int  # The newest version it was compared with, and the divergence then.
     divergence: float = 0.0
     stalls: int = 0  # Consecutive versions, up to the last, at which the divergence had stopped growing.
     has_crossed: bool = False
@@ -208,8 +208,8 @@ class _AdaptiveTracker:
     def __init__(self, rule: AdaptiveSync) -> None:
         self._rule = rule
         self._courses: dict[int, _Course] = {}
-        self._crossings = 0  # Versions left above the threshold since the last that was left below it.
-        self._crossed_at = 0  # The newest version at the last of them.
+        self._crossings = 0  # Pulls above the threshold since the last pull below it.
+        self._crossed_at = 0  # The newest version at the last such pull.
 
     def judge(self, case: Case) -> Verdict:
         if basic := _judge_versions(case):
@@ -241,7 +241,7 @@ class _AdaptiveTracker:
         return self._courses[own]
 
     def _note_crossing(self, course: _Course, newest: int) -> None:
-        """Count a crossing once, even if the pull is long on its way, and workers take turns."""
+        """Count a crossing only once, even if the pull takes a while and workers pull at different times."""
         if not course.has_crossed and newest > self._crossed_at <= course.own:
             self._crossings += 1
             self._crossed_at = newest
@@ -263,16 +263,16 @@ class _AdaptiveTracker:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncBudget:
-    """Pull so much on average, the workers that have diverged most first.
+    """Pull at a fixed average rate, the workers that have diverged most first.
 
-    Among equals those that hold the oldest version come first. What is not spent, because nobody has diverged, is not
-    saved up: over any 20 versions workers pull what the budget has for these, and at most one pull more.
-    `envs.stats["threshold"]` is the divergence that this came to: the least at which workers pulled last. Give one of
-    the two. First weights are not counted.
+    Give one of the two attributes. Among workers that have diverged equally, those with the oldest version come first.
+    Budget that is not spent because nobody has diverged is not saved up: over any 20 versions, workers exceed their
+    budget by at most one pull. Each worker's first pull is not counted. `envs.stats["threshold"]` is the resulting
+    threshold: the lowest divergence at which workers last pulled.
 
     Attributes:
-        pulls_per_update: Of all workers together; 0.5 is one pull for every second version.
-        bytes_per_second: Of weights, to all workers together, as `envs.stats["bytes_weights"]` counts them.
+        pulls_per_update: Pulls per version, of all workers together; 0.5 is one pull for every second version.
+        bytes_per_second: Bytes of weights sent to all workers together, as `envs.stats["bytes_weights"]` counts them.
     """
 
     pulls_per_update: float | None = None
@@ -299,8 +299,8 @@ class SyncBudget:
 class _BudgetTracker:
     def __init__(self, rule: SyncBudget) -> None:
         self._rule = rule
-        self._left = 0.0  # In pulls, as all amounts here.
-        self._earned_at: tuple[int, float] | None = None  # The newest version then, and the time.
+        self._left = 0.0  # In pulls, like all amounts here.
+        self._earned_at: tuple[int, float] | None = None  # The newest version at the last income, and the time.
 
     def judge(self, case: Case) -> Verdict:
         if basic := _judge_versions(case):
@@ -308,7 +308,7 @@ class _BudgetTracker:
         if self._earned_at is None or case.newest > self._earned_at[0]:
             income = self._income(case)
             self._earned_at = case.newest, case.now_s
-            # Fractions are carried over; what nobody wanted is not, but for the one pull that may be due.
+            # Fractions are carried over; unspent pulls are not, except for the one that may be due.
             self._left = income + (self._left if self._left < 1.0 else max(0.0, 1.0 - income))
         # A thousandth: ten times a tenth is not quite one.
         count = 0 if case.divergence == 0.0 else int(min(case.num_workers, self._left + 1e-3))
@@ -316,7 +316,7 @@ class _BudgetTracker:
         return Verdict(True, Reason.BUDGET, count) if count else Verdict(False, Reason.WAITING)
 
     def _income(self, case: Case) -> float:
-        """Return what there is to spend since the last time, in pulls."""
+        """Return the budget earned since the last time, in pulls."""
         version, then_s = self._earned_at or (case.newest - 1, case.now_s)
         if self._rule.bytes_per_second is not None:
             return self._rule.bytes_per_second * max(0.0, case.now_s - then_s) / max(1, case.pull_bytes)
@@ -384,7 +384,7 @@ class _LagTracker:
 
 
 def _judge_versions(case: Case) -> Verdict | None:
-    """Settle what every rule agrees on: a worker without weights pulls, one with the newest does not."""
+    """Decide what every rule agrees on: a worker without weights pulls, one with the newest does not."""
     if case.lag <= 0:
         return Verdict(False, Reason.CURRENT)
     if case.own == 0:
@@ -405,17 +405,20 @@ _REMEDY = (
     "stale workers then hold it back, and it never moves far enough for them to pull. The remedy is the decoupled "
     "objective: clip against the learner's own recent policy and weight by recent/behaviour probability (the rollout's "
     "extras hold the behaviour log-probabilities); see docs/explanation/sync.md. A lower AdaptiveSync(threshold=...) "
-    "or EveryUpdate() also works. This is harmless if training has converged or the objective is already decoupled: "
-    "AdaptiveSync(plateau=None) then saves such pulls."
+    "or EveryUpdate() also works. A learner that uses a replay buffer (DQN, SAC) is not held back: choose "
+    "AdaptiveSync.off_policy() for it. This is also harmless if training has converged or the objective is already "
+    "decoupled: "
 )
 _ADVICE = {
     Reason.PLATEAU: (
         "A worker pulled new weights although its divergence is below the threshold, because the divergence has "
-        "stopped growing. " + _REMEDY
+        "stopped growing. " + _REMEDY + "AdaptiveSync(plateau=None) then saves such pulls."
     ),
     Reason.LAG: (
         "A worker pulled new weights although its divergence is below the threshold, because it was "
-        "AdaptiveSync(max_lag=...) versions behind. " + _REMEDY
+        "AdaptiveSync(max_lag=...) versions behind. "
+        + _REMEDY
+        + "a larger max_lag=... then saves such pulls, and max_lag=math.inf saves them all."
     ),
     Reason.UNMEASURED: (
         "This policy has no readable action distribution, so its divergence cannot be measured and workers pull every "

@@ -1,7 +1,8 @@
-"""The walk through everything that a pickle would copy: what is kept where, and what of it can change."""
+"""The walk through everything that a pickle would copy: what is stored where, and which of it can change."""
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import io
@@ -21,18 +22,18 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from clusterenv.policy.array_kinds import NUMPY, SMALL_BYTES, ArrayKind, is_sampled
-from clusterenv.policy.stripping import RANDOM, SCALARS, dump, is_by_value
+from clusterenv.policy.stripping import RANDOM, SCALARS, dump, is_by_value, is_own_file
 from clusterenv.policy.weights import Weights
 
 Access: TypeAlias = Literal["attribute", "item", "cell", "global"]
 
 _MAX_ITEMS = 1000  # A longer list is data, not settings.
-_MODULE_DICTS = ("_modules", "_parameters", "_buffers")  # Where a torch module keeps what it is made of.
+_MODULE_DICTS = ("_modules", "_parameters", "_buffers")  # Where a torch module keeps its parts.
 _FIXED = (type, FunctionType, BuiltinFunctionType, ModuleType, np.dtype, np.ufunc)
 
 
 class Place(NamedTuple):
-    """Where something is kept: an attribute, an item, a cell of a closure, a global of a function."""
+    """Where something is stored: an attribute, an item, a cell of a closure, a global of a function."""
 
     owner: Any
     access: Access
@@ -42,7 +43,7 @@ class Place(NamedTuple):
         return self.mapping()[self.key]
 
     def mapping(self) -> Any:
-        """Return what is subscripted by the key to read."""
+        """Return the object that the key subscripts."""
         match self.access:
             case "attribute":
                 return _Slots(self.owner) if not hasattr(self.owner, "__dict__") else vars(self.owner)
@@ -61,7 +62,7 @@ class Place(NamedTuple):
 
 
 class Walk:
-    """One walk through all that a pickle would copy."""
+    """One walk through everything that a pickle would copy."""
 
     def __init__(self, kinds: Sequence[ArrayKind], own: Weights) -> None:
         self.signature: list[Hashable] = []
@@ -80,8 +81,8 @@ class Walk:
         self._weight_dicts: set[int] = set()
         self._first: dict[
             int, str
-        ] = {}  # Where each was met first: what is bound to it elsewhere is part of the structure.
-        self._seen: dict[int, Any] = {}  # Holds what it has seen, so that no id is given away twice.
+        ] = {}  # The path where each object was met first: other references to it are part of the structure.
+        self._seen: dict[int, Any] = {}  # Keeps what was seen alive, so that no id is reused.
 
     def visit(self, obj: Any, place: Place | None, path: str) -> None:
         if type(obj) in SCALARS:
@@ -140,11 +141,13 @@ class Walk:
                 self._visit_function(obj, path)
             else:
                 self._visit_leaf(obj, place, path)
+                self._visit_imported(obj)
         elif isinstance(obj, type):
             if is_by_value(obj):
                 self._visit_class(obj, path)
             else:
                 self._visit_leaf(obj, place, path)
+                self._visit_imported_class(obj, path)
         elif isinstance(obj, functools._lru_cache_wrapper) and is_by_value(obj):
             self.caches.append(obj)
             self.visit(obj.__wrapped__, None, path)
@@ -214,7 +217,7 @@ class Walk:
                 self._seen[id(cell)] = cell
                 try:
                     value = cell.cell_contents
-                except ValueError:  # Empty so far.
+                except ValueError:  # The cell is still empty.
                     continue
                 self.visit(value, Place(function, "cell", index), _join(path, name))
         for name in _globals_of(function.__code__):
@@ -223,6 +226,7 @@ class Walk:
                 if hash(key) not in self._seen:
                     self._seen[hash(key)] = key
                     self.visit(function.__globals__[name], Place(function, "global", name), _join(path, name))
+        self._visit_imported(function)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.visit(default, None, path)
         self.containers.append(vars(function))
@@ -237,7 +241,7 @@ class Walk:
             self.containers.append(_ClassAttributes(base))
             for name, value in list(vars(base).items()):
                 if isinstance(value, MemberDescriptorType | GetSetDescriptorType):
-                    continue  # How slots are read: instances have the values.
+                    continue  # A slot's descriptor: the values are in the instances.
                 place = Place(base, "attribute", name)
                 function = getattr(value, "__func__", value)  # A class method or a static method.
                 if isinstance(value, property) or isinstance(function, FunctionType):
@@ -246,8 +250,51 @@ class Walk:
                 elif not name.startswith("__") and not name.startswith("_abc"):
                     self.visit(value, place, _join(path, name))
 
+    def _visit_imported_class(self, cls: type, path: str) -> None:
+        """Note the plain attributes of a class in a file of the user's own, which workers import anew."""
+        for base in cls.__mro__[:-1]:
+            if is_by_value(base) or not is_own_file(base.__module__):
+                continue
+            for name, value in list(vars(base).items()):
+                function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                if isinstance(function, FunctionType):
+                    self._visit_imported(function)
+                elif type(value) in SCALARS and not name.startswith("__"):
+                    self.visit(value, Place(base, "attribute", name), _join(path, name))
+
+    def _visit_imported(self, function: FunctionType) -> None:
+        """Look for networks that a function refers to as globals of a file which workers import anew."""
+        code, home = function.__code__, function.__module__ or ""
+        if id(code) in self._seen:
+            return
+        self._seen[id(code)] = code
+        found = {name: function.__globals__.get(name) for name in _globals_of(code)}
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # Empty so far.
+                found[name] = cell.cell_contents
+        for name, value in found.items():
+            if isinstance(value, ModuleType):
+                if is_own_file(value.__name__):
+                    for attribute in code.co_names:
+                        self._visit_imported_global(value.__name__, attribute, vars(value).get(attribute))
+            elif name not in code.co_freevars and not is_by_value(function) and is_own_file(home):
+                self._visit_imported_global(home, name, value)
+
+    def _visit_imported_global(self, home: str, name: str, value: Any) -> None:
+        if isinstance(value, FunctionType) and not is_by_value(value):
+            self._visit_imported(value)
+        elif isinstance(value, type) and not is_by_value(value):
+            self._visit_imported_class(value, f"{home}.{name}")
+        elif _has_parameters(value):
+            self.warnings.append(
+                f"The policy uses {name}, a global of the module {home}. Workers import that module themselves, so "
+                f"their {name} is not the learner's: what was drawn at random differs, and what is learned does not "
+                "reach them. Make it an attribute of the agent or an argument of the function, or have the module "
+                f"sent: cloudpickle.register_pickle_by_value({home})."
+            )
+
     def _visit_leaf(self, obj: Any, place: Place | None, path: str) -> None:
-        """Note something that is sent as it is, if it is replaced by another."""
+        """Note something that is sent as a whole whenever it changes."""
         if place is None or isinstance(obj, ModuleType):
             self.signature.append((path, obj if isinstance(obj, _FIXED) else type(obj)))
             return
@@ -256,7 +303,7 @@ class Walk:
             return
         try:
             size = len(dump(obj, self._kinds))
-        except Exception:  # noqa: BLE001 - what cannot be pickled is told by `pack`, with what to do about it
+        except Exception:  # noqa: BLE001 - `pack` reports what cannot be pickled, and what to do about it
             self.signature.append((path, type(obj)))
             self.unsendable.append(path)
             return
@@ -273,7 +320,7 @@ class Walk:
 
 
 class _ClassAttributes:
-    """The attributes of a class, to be counted, without those that Python itself adds when it first needs them."""
+    """Counts the attributes of a class, without those that Python itself adds when it first needs them."""
 
     _ADDED = ("__slotnames__", "__annotations__", "__annotations_cache__")
 
@@ -330,17 +377,27 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _has_parameters(value: Any) -> bool:
+    """Whether something is a network, or what an optimizer would change."""
+    if isinstance(value, type):
+        return False
+    if getattr(value, "requires_grad", False) is True:
+        return True
+    found = vars(value).get("_parameters") if hasattr(value, "__dict__") else None
+    return isinstance(found, dict) and next(value.parameters(), None) is not None
+
+
 def _has_plain_state(obj: Any) -> bool:
-    """Tell whether an object is pickled attribute by attribute."""
+    """Return whether an object is pickled attribute by attribute."""
     cls: Any = type(obj)
     if cls is SimpleNamespace:
         return True
     if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
         return False
     if isinstance(obj, io.IOBase):
-        return False  # Nor is a file its attributes.
+        return False  # A file is more than its attributes.
     if isinstance(obj, dict | list | tuple | set | frozenset | str | bytes | int | float | complex):
-        return False  # It has more to it than its attributes.
+        return False  # So are these.
     return hasattr(obj, "__dict__") or any(getattr(base, "__slots__", ()) for base in cls.__mro__)
 
 

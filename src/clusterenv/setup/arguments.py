@@ -1,4 +1,4 @@
-"""Arguments: what a user gives ClusterEnv besides the environments, checked where it enters."""
+"""Arguments: checks what a user passes to ClusterEnv besides the environments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SETTINGS = {
 
 
 def as_autoreset_mode(mode: object) -> AutoresetMode:
-    """Read a mode by its value or by its name, as Gymnasium writes either: "NextStep", "NEXT_STEP".
+    """Read a mode given by its value or its name in Gymnasium, such as "NextStep" or "NEXT_STEP".
 
     Raises:
         ConfigError: There is no such mode.
@@ -47,7 +47,7 @@ def check_sync(sync: object) -> None:
 
 
 def check_settings(**settings: object) -> None:
-    """Raise ConfigError unless each of these is of its own class."""
+    """Raise ConfigError unless each setting is an instance of its class."""
     for name, value in settings.items():
         kind, example = _SETTINGS[name]
         if inspect.isclass(value):
@@ -57,7 +57,7 @@ def check_settings(**settings: object) -> None:
 
 
 def check_mapping(name: str, value: object, example: str) -> None:
-    """Raise ConfigError unless this is a mapping with texts for keys; None stands for an empty one."""
+    """Raise ConfigError unless this is a mapping with strings as keys; None stands for an empty one."""
     if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
         raise ConfigError(f"{name} must be a dict with names for keys, such as {example}, got {value!r}.")
 
@@ -68,6 +68,9 @@ def _check_instance(name: str, value: object, methods: tuple[str, ...], what: st
     if inspect.isclass(value):
         raise ConfigError(_class_text(name, value))
     if not all(hasattr(value, method) for method in methods):
+        if inspect.isroutine(value):
+            called = f"{name}={value.__qualname__}(...)"
+            raise ConfigError(f"{name} must be an instance, {called}, got the function itself, which was not called.")
         raise ConfigError(f"{name} must be {what}, got {value!r}.")
 
 

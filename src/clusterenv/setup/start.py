@@ -33,9 +33,8 @@ def count_workers(num_workers: int | None, num_envs: int, launcher: Launcher) ->
         return min(launcher.suggested_workers or usable_cores(), num_envs)
     num_workers = whole_number("num_workers", num_workers, least=0)
     if num_workers > num_envs:
-        raise ConfigError(
-            f"num_workers={num_workers}, but num_envs={num_envs}: every worker hosts at least one environment."
-        )
+        given = f"num_envs={num_envs}{' (the default)' if num_envs == 1 else ''}"
+        raise ConfigError(f"num_workers={num_workers}, but {given}: every worker hosts at least one environment.")
     return num_workers
 
 

@@ -1,7 +1,7 @@
 """Buffers: the arrays of fixed size that steps and rollouts fill.
 
-Where head and worker share a machine they lie in shared memory, and each worker writes its own environments' part in
-place. Elsewhere each side has its own, and the parts travel as raw frames.
+If head and worker share a machine, the arrays lie in shared memory, and each worker writes its own environments' part
+in place. Otherwise each side has its own arrays, and the parts are sent as raw frames.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from clusterenv.wire.spaces import checked_dtype, checked_shape
 
 Change = Callable[[NDArray[Any]], NDArray[Any]]
 
-_MAX_ROW_BYTES = 1 << 26  # What a policy returns for one environment at one step, in one array.
+_MAX_ROW_BYTES = 1 << 26  # For one environment and one step, in one array that a policy returns.
 _REWARD, _FLAG, _SLOT = (Leaf((), np.dtype(kind)) for kind in (np.float64, np.bool_, np.uint64))
 
 
@@ -32,13 +32,13 @@ _REWARD, _FLAG, _SLOT = (Leaf((), np.dtype(kind)) for kind in (np.float64, np.bo
 class StepBuffers:
     """What a step fills: arrays `[num_envs, ...]`, row *i* for environment *i*, one per leaf of fixed size.
 
-    A run has two, filled in turns: while a step fills one, the other holds what the learner saw last. So a step that is
-    lost with its worker can be answered by another one. Both have the same actions and infos.
+    A run has two, filled in turn: while a step fills one, the other holds what the learner saw last. So if a step is
+    lost with its worker, the replacement can answer it. Both share the same actions and infos.
 
     Attributes:
         actions: One array per leaf of the action space; empty if a leaf has no fixed size.
         observations: One array per leaf of the observation space; None for a leaf of objects.
-        info_slots: `[MAX_COLUMNS, num_envs]`, where memory is shared: see `wire.info_planes`.
+        info_slots: `[MAX_COLUMNS, num_envs]`, used if memory is shared; see `wire.info_planes`.
     """
 
     actions: list[NDArray[Any]]
@@ -52,7 +52,7 @@ class StepBuffers:
     def make_pair(
         actions: Layout, observations: Layout, num_envs: int, make: ArrayMaker
     ) -> tuple[StepBuffers, StepBuffers]:
-        """Make both, each array by `make`."""
+        """Make both buffers, allocating each array with `make`."""
         lead = (num_envs,)
         shared = [make(lead, leaf) for leaf in actions.leaves] if actions.is_fixed else []
         slots = make((MAX_COLUMNS, num_envs), _SLOT)
@@ -87,12 +87,12 @@ class StepBuffers:
         return [*fixed, self.rewards, self.terminations, self.truncations]
 
     def beside(self) -> StepBuffers:
-        """Return buffers with rewards and flags of their own, and everything else the same."""
+        """Return buffers with their own rewards and flags, sharing everything else."""
         own = {name: np.zeros_like(getattr(self, name)) for name in ("rewards", "terminations", "truncations")}
         return replace(self, **own)
 
     def copy_from(self, other: StepBuffers) -> None:
-        """Take over everything a step fills."""
+        """Copy everything a step fills."""
         for own, array in zip(self.results, other.results, strict=True):
             own[...] = array
 
@@ -102,8 +102,8 @@ class RolloutBuffers:
     """What a rollout fills: arrays `[num_steps, num_envs, ...]`, time first, one column per environment.
 
     Attributes:
-        observations: One array per leaf, with one step more than the others: the last is what the next action will see.
-        valid: False where no action was taken: in NEXT_STEP mode the step that resets.
+        observations: One array per leaf, with one step more than the others: the last is seen by the next action.
+        valid: False where no action was taken: in NEXT_STEP mode, at the step that resets.
         extras: What the policy returned besides actions, by name.
         states: The policy's recurrent state before each step, by name.
     """
@@ -122,12 +122,12 @@ class RolloutBuffers:
         return self._map(lambda array: array[:, start:stop])
 
     def steps(self, first: int, stop: int) -> RolloutBuffers:
-        """Return views of some steps; with the rollout's very last comes the observation after it."""
+        """Return views of some steps; the rollout's last step includes the observation after it."""
         last = stop + (stop == len(self.rewards))
         return self._map(lambda array: array[first:stop], lambda array: array[first:last])
 
     def copy(self) -> RolloutBuffers:
-        """Return buffers of the caller's own."""
+        """Return a copy."""
         return self._map(np.ndarray.copy)
 
     def arrays(self) -> Iterator[NDArray[Any]]:
@@ -140,14 +140,16 @@ class RolloutBuffers:
 
     @staticmethod
     def beside(parts: Sequence[RolloutBuffers]) -> RolloutBuffers:
-        """Put the columns of rollouts of the same length beside each other."""
+        """Join the columns of rollouts of the same length."""
         if len(parts) == 1:
             return parts[0]
+        names = [[*part.extras, *part.states] for part in parts]
+        assert all(each == names[0] for each in names), "rollouts of one layout"
         arrays = zip(*(part.arrays() for part in parts), strict=True)
         return parts[0]._map(lambda _: np.concatenate(next(arrays), axis=1))
 
     def _map(self, change: Change, change_observations: Change | None = None) -> RolloutBuffers:
-        """Change every array, in wire order."""
+        """Apply a function to every array, in wire order."""
         return RolloutBuffers(
             [(change_observations or change)(array) for array in self.observations],
             [change(array) for array in self.actions],
@@ -162,7 +164,7 @@ class RolloutBuffers:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RolloutLayout:
-    """What a run's rollouts look like, whatever their length."""
+    """The layout of a run's rollouts of any length."""
 
     actions: Layout
     observations: Layout
@@ -170,7 +172,7 @@ class RolloutLayout:
     states: tuple[ArraySpec, ...]
 
     def make(self, num_steps: int, num_envs: int, make: ArrayMaker) -> RolloutBuffers:
-        """Make buffers, each array by `make`."""
+        """Make buffers, allocating each array with `make`."""
         lead = (num_steps, num_envs)
         return RolloutBuffers(
             [make((num_steps + 1, num_envs), leaf) for leaf in self.observations.leaves],
@@ -185,7 +187,7 @@ class RolloutLayout:
 
 
 def check_collectable(actions: Layout, observations: Layout) -> None:
-    """Raise ConfigError if rollouts of these spaces cannot be arrays."""
+    """Raise ConfigError if rollouts of these spaces cannot be stored in arrays."""
     for what, layout in (("action", actions), ("observation", observations)):
         for leaf in layout.leaves:
             if leaf.dtype is None:
@@ -201,10 +203,10 @@ def describe(arrays: dict[str, NDArray[Any]]) -> list[ArraySpec]:
 
 
 def check_specs(specs: Sequence[ArraySpec]) -> None:
-    """Check what a worker says its policy returns.
+    """Check a worker's description of what its policy returns.
 
     Raises:
-        WireError: No rollout can hold such arrays.
+        WireError: The arrays are malformed, or too large for a rollout.
     """
     for spec in specs:
         if math.prod(checked_shape(spec.shape)) * checked_dtype(spec.dtype).itemsize > _MAX_ROW_BYTES:

@@ -1,4 +1,4 @@
-"""Infos in Gymnasium's vector layout: checked, and merged as if one process had made them."""
+"""Infos in Gymnasium's vector layout: checks them, and merges them as if one process had made them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ShardInfos(NamedTuple):
 
 
 def merge_infos(shards: Sequence[ShardInfos], num_envs: int) -> dict[str, Any]:
-    """Merge the shards' infos into the whole run's.
+    """Merge the shards' infos into those of the whole run.
 
-    Keys come in the order in which a single process would have met them. Shards must be ordered by `start`, and their
-    infos checked.
+    Keys are in the order in which a single process would have met them. Shards must be ordered by `start`, and their
+    infos already checked.
 
     Raises:
         WireError: One shard has a dict where another has an array.
@@ -44,10 +44,10 @@ def merge_infos(shards: Sequence[ShardInfos], num_envs: int) -> dict[str, Any]:
 
 
 def check_infos(infos: Any, num_rows: int) -> None:
-    """Check a shard's infos: dicts of dicts, tuples and arrays with a row for each of its environments.
+    """Check a shard's infos: dicts of dicts, tuples and arrays with one row per environment.
 
     Raises:
-        WireError: They are not in Gymnasium's vector layout.
+        WireError: The infos are not in Gymnasium's vector layout.
     """
     if not isinstance(infos, dict):
         raise WireError(f"Infos must be a dict, got {type(infos).__name__}.")
@@ -67,7 +67,7 @@ def _check_info(key: Any, value: Any, num_rows: int, depth: int) -> None:
 
 
 def _name_of(key: object) -> str:
-    """Return a key as text, for messages: a worker may have sent one of a kind that cannot be printed."""
+    """Return a key as text for error messages; a worker may have sent one that cannot be printed."""
     try:
         return str(key)[:100]
     except ValueError:
@@ -80,7 +80,7 @@ def _merge(key: str, shards: Sequence[ShardInfos], num_envs: int) -> Any:
         return merge_infos(shards, num_envs)
     if len(kinds) > 1 or (kinds == {tuple} and len({len(shard.infos) for shard in shards}) > 1):
         names = ", ".join(f"{type(s.infos).__name__} for environments {s.start} to {s.stop - 1}" for s in shards)
-        raise WireError(f"Workers do not agree what the info {_name_of(key)!r} is: {names}.")
+        raise WireError(f"Workers do not agree on what the info {_name_of(key)!r} is: {names}.")
     if kinds == {tuple}:  # Actions of a Tuple space.
         parts = zip(*(shard.infos for shard in shards), strict=True)
         return tuple(
@@ -92,7 +92,7 @@ def _merge(key: str, shards: Sequence[ShardInfos], num_envs: int) -> Any:
         return np.concatenate(arrays)
     merged = _empty(arrays, num_envs)
     for shard, array in zip(shards, arrays, strict=True):
-        if merged.dtype == object and (array.dtype != object or array.ndim > 1):
+        if merged.dtype == object and merged.ndim == 1 and (array.dtype != object or array.ndim > 1):
             for offset, item in enumerate(array):
                 merged[shard.start + offset] = item
         else:
@@ -101,7 +101,7 @@ def _merge(key: str, shards: Sequence[ShardInfos], num_envs: int) -> Any:
 
 
 def _are_alike(parts: Sequence[Any]) -> bool:
-    """Whether all are arrays of numbers that can be put one after another as they are."""
+    """Whether all parts are arrays of numbers that can be concatenated as they are."""
     first = parts[0]
     if type(first) is not np.ndarray or first.dtype.kind not in _NUMBERS:
         return False
@@ -113,7 +113,7 @@ def _are_alike(parts: Sequence[Any]) -> bool:
 
 def _empty(arrays: Sequence[NDArray[Any]], num_envs: int) -> NDArray[Any]:
     first = arrays[0]
-    if all(array.shape[1:] == first.shape[1:] and array.dtype != object for array in arrays):
+    if all(array.shape[1:] == first.shape[1:] and (array.dtype != object or array.ndim > 1) for array in arrays):
         if all(array.dtype == first.dtype for array in arrays):
             return np.zeros((num_envs, *first.shape[1:]), first.dtype)
         if all(array.dtype.kind in _NUMBERS for array in arrays):

@@ -1,6 +1,6 @@
 """JAX networks (flax, equinox, plain functions) as policies: `JaxPolicy`.
 
-Workers import `exported` only, which decides how JAX starts there before it is imported.
+Workers import only `exported`, which configures JAX before importing it.
 """
 
 import importlib

@@ -28,9 +28,9 @@ class ExportedPolicy:
     Args:
         computations: What `jax.export` made of `(arrays, observations, state, masks, seed)`: without masks and with
             them, as far as the network can be called so.
-        mask_shape: Of the masks of one environment.
+        mask_shape: The shape of one environment's mask.
         spec: The arrays, in the order in which the computation takes them; zeros until some are loaded.
-        reader: Reads what it returns.
+        reader: Reads what the computation returns.
         initial: The initial recurrent state of one environment.
         has_doubles: Whether the head's JAX computes in float64.
     """
@@ -76,7 +76,7 @@ class ExportedPolicy:
 
     def load(self, weights: Weights) -> None:
         self._spec.check(weights)
-        # Copied: what is given may be the head's memory, and JAX would alias it.
+        # Copied: the arrays may be the head's memory, and JAX would alias it.
         self._weights = {name: np.array(weights[name]) for name in (each.name for each in self._spec.arrays)}
         self._arrays = self._put(list(self._weights.values()))
 
@@ -87,7 +87,7 @@ class ExportedPolicy:
         self._rng = np.random.default_rng(seed)
 
     def use_generator(self, rng: np.random.Generator) -> None:
-        """Draw from this generator, where it is not the network that draws."""
+        """Draw from this generator whenever the policy, rather than the network, draws."""
         self._rng = rng
 
     def initial_state(self, num_envs: int) -> State | None:
@@ -105,14 +105,14 @@ class ExportedPolicy:
 
 
 def split_masks(call: Call) -> tuple[dict[str, Array], Call]:
-    """Return the masks of a call, as truth values, and its other values."""
+    """Return the masks of a call, as booleans, and its other values."""
     if MASK not in call:
         return {}, call
     return {MASK: np.asarray(call[MASK]) != 0}, {name: value for name, value in call.items() if name != MASK}
 
 
 def needs_mask() -> PolicyError:
-    """Say that a network cannot be called without masks."""
+    """Return the error that a network cannot be called without masks."""
     return PolicyError(
         f"The network needs {MASK}, but the environments' infos hold none: each reset() and step() should return one "
         f"in info['{MASK}']."
@@ -120,10 +120,10 @@ def needs_mask() -> PolicyError:
 
 
 def check_masks(masks: dict[str, Array], shape: tuple[int, ...] | None) -> None:
-    """Refuse masks of another shape than the network was exported for.
+    """Refuse masks whose shape is not the one the network was exported for.
 
     Raises:
-        PolicyError: They are.
+        PolicyError: The shapes differ.
     """
     if masks and shape is not None and masks[MASK].shape[1:] != shape:
         raise PolicyError(
@@ -132,19 +132,19 @@ def check_masks(masks: dict[str, Array], shape: tuple[int, ...] | None) -> None:
 
 
 def count_rows(tree: Tree) -> int:
-    """Return the number of environments that nested observations are of."""
+    """Return the number of environments in nested observations."""
     while not isinstance(tree, np.ndarray):
         tree = next(iter(tree.values())) if isinstance(tree, dict) else tree[0]
     return len(tree)
 
 
 def repeat_state(initial: State | None, num_envs: int) -> State | None:
-    """Return the state of one environment as that of several."""
+    """Repeat the state of one environment for several."""
     return None if initial is None else {name: np.repeat(part, num_envs, axis=0) for name, part in initial.items()}
 
 
 def _import_jax() -> Any:
-    """Import JAX; if nobody has yet, for the CPU alone and with as many threads as the worker was given.
+    """Import JAX; on first import, for the CPU only and with as many threads as the worker was given.
 
     Otherwise each worker would take most of a GPU's memory as soon as JAX finds one.
     """

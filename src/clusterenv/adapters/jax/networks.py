@@ -19,13 +19,13 @@ class Network(Protocol):
     """One kind of network.
 
     Attributes:
-        mask: How it takes action masks.
+        mask: How the network takes action masks.
     """
 
     mask: MaskUse
 
     def split(self, params: Any) -> tuple[Hashable, Any]:
-        """Return what `params` are made of besides arrays, and the pytree that holds the arrays."""
+        """Return what `params` hold besides arrays, and the pytree that holds the arrays."""
 
     def run(self, structure: Any, tree: Any, obs: Any, state: Any, key: Any, masks: Masks) -> Any:
         """Compute what the network returns for a batch of observations.
@@ -59,10 +59,10 @@ class MaskUse(Enum):
 
 
 def read_network(given: Any, params: Any) -> tuple[Network, Any]:
-    """Tell which kind a network is of; returns it with its parameters.
+    """Find out what kind a network is; return it with its parameters.
 
     Raises:
-        PolicyError: It cannot be told, or the parameters are missing, or there are some that nobody needs.
+        PolicyError: The kind is unknown, or parameters are missing or superfluous.
     """
     origins = {f"{base.__module__}." for base in type(given).__mro__}
     is_nnx = any(origin.startswith("flax.nnx.") for origin in origins)
@@ -100,7 +100,7 @@ class _Function:
 
 
 class _LinenNetwork:
-    """A flax.linen module, whose parameters are the learner's."""
+    """A flax.linen module, whose parameters the learner holds."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -115,7 +115,7 @@ class _LinenNetwork:
 
 
 class _NnxNetwork:
-    """A flax.nnx module. It keeps its mode, but for batch norms, which act by their running statistics."""
+    """A flax.nnx module, which keeps its mode, except that batch norms use their running statistics."""
 
     def __init__(self, module: Any) -> None:
         self.mask = MaskUse.of(module)
@@ -130,7 +130,7 @@ class _NnxNetwork:
         from flax import nnx
 
         def vary(leaf: Any) -> Any:
-            """Let each call draw other random numbers, where the learner's own module would have counted on."""
+            """Make each call draw new random numbers, where the learner's own module would advance its count."""
             return jax.random.fold_in(leaf, jax.random.bits(key)) if _is_key(leaf) else leaf
 
         model = nnx.merge(structure, jax.tree_util.tree_map(vary, tree))

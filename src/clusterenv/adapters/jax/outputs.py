@@ -1,4 +1,4 @@
-"""What a network returns, as a decision: its distribution, its value, its next state."""
+"""Turns what a network returns into a decision: its distribution, its value, its next state."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Reader:
     """Reads what a network returns.
 
     Args:
-        output: What that is; None: a dict with "action", and whatever else the learner wants.
-        has_state: Whether its last result is the next recurrent state.
+        output: What the network returns; None: a dict with "action", and whatever else the learner wants.
+        has_state: Whether the network's last result is the next recurrent state.
         scale: By what a squashed or deterministic action is multiplied, and
         shift: what is then added to it.
     """
@@ -98,7 +98,7 @@ class Reader:
 
 
 class _Read(NamedTuple):
-    """What one call came to: a distribution or an action."""
+    """The result of one call: a distribution or an action."""
 
     distribution: Distribution | None
     action: Tree | None

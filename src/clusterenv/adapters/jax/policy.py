@@ -32,29 +32,29 @@ from clusterenv.policy.weights import Weights, WeightsSpec
 class JaxPolicy:
     """A JAX network that chooses actions on workers.
 
-    Give a flax.nnx or equinox module, which holds its parameters; a flax.linen module, or a function of parameters and
-    observations, with its parameters. An equinox module is called with one observation, anything else with a batch. A
-    parameter named `key` gets a random key of its own at each call, one named `action_mask` which actions the
-    environments allow, as truth values.
+    Give a flax.nnx or equinox module, which holds its parameters; or, with its parameters, a flax.linen module or a
+    function of parameters and observations. An equinox module is called with one observation, anything else with a
+    batch. An argument named `key` receives a new random key at each call; one named `action_mask` receives a boolean
+    mask of the actions that the environments allow.
 
-    What has changed reaches the workers with the next call: an nnx module that was written to, or whatever is assigned
-    to `params`. Workers need JAX, but neither flax nor equinox: they get the network's computation, traced and exported
-    on the head for any number of environments, and the numbers of its arrays.
+    Changes reach the workers with the next call: writes to an nnx module, or whatever is assigned to `params`. Workers
+    need JAX, but neither flax nor equinox: they get the network's computation, traced and exported on the head for any
+    number of environments, and the values of its arrays.
 
     Args:
-        network: What computes.
+        network: The module or function.
         params: A pytree of arrays; None for modules that hold their own.
         output: What the network returns: "logits" or "q" `[n, actions]`, a list of logits for MultiDiscrete actions,
             "action" (deterministic), or the two results `mean, log_std` of a "gaussian" or "squashed" Gaussian. The
             value of each state may follow as one more result. None: a dict with "action", drawn with `key`, and
             whatever else the learner wants.
-        initial_state: From a number of environments to a dict of arrays `[n, ...]`. The network then takes such a dict
-            besides the observations (a function by the name of `state`), and returns the next one as its last result.
-        scale: What a squashed action is multiplied by after tanh, and
-        shift: what is added to it; for "action", half the width and the middle of its range.
+        initial_state: Maps the number of environments to a dict of arrays `[n, ...]`. The network then takes such a
+            dict besides the observations (a function: as `state`), and returns the next one as its last result.
+        scale: The factor applied to a squashed action after tanh; for "action", half the width of its range.
+        shift: The offset added after that; for "action", the middle of its range. Given together with `scale`.
 
     Raises:
-        PolicyError: It is not a network, or its parameters are missing.
+        PolicyError: `network` is not a network, or its parameters are missing.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class JaxPolicy:
 
     @property
     def generation(self) -> int:
-        """How often what travels to workers, other than arrays, has changed."""
+        """How often what is sent to workers, other than arrays, has changed."""
         return self._num_restarts
 
     def announce(self) -> None:
-        """Take for changed what cannot be compared."""
+        """Treat whatever cannot be compared as changed."""
         self._restart()
 
     @property
@@ -100,7 +100,7 @@ class JaxPolicy:
         return frozenset() if self._network.mask is MaskUse.NONE else frozenset({MASK})
 
     def look_at(self, obs: Tree, action_space: Space[Any]) -> None:
-        """Note of which shapes observations and masks are."""
+        """Note the shapes of observations and masks."""
         shapes = map_tree(lambda rows: _shape(rows.shape[1:], rows.dtype), obs)
         mask_shape = _shape_of_masks(action_space)
         if (shapes, mask_shape) != (self._shapes, self._mask_shape):
@@ -114,14 +114,14 @@ class JaxPolicy:
         return self._reader.decide(answer, count_rows(obs), self._rng, values)
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
-        """Return the action distributions on a batch where everything is allowed; None if there are none."""
+        """Return the action distributions for a batch with all actions allowed; None if there are none."""
         if self._network.mask is MaskUse.NEEDED:
             return None
         self.stamp()
         return self._reader.distribution(self._run(obs, state, 0, {}), count_rows(obs))
 
     def weights(self) -> dict[str, Array]:
-        """Return the numbers of all arrays."""
+        """Return all arrays by name."""
         self.stamp()
         return {name: np.asarray(array) for name, array in zip(self._names, self._snapshot.arrays(), strict=True)}
 
@@ -136,7 +136,7 @@ class JaxPolicy:
             self._restart()
         elif not snapshot.is_same(self._snapshot):
             self._num_changes += 1
-            self._snapshot = snapshot  # Held, so that no new array can be taken for an old one that is gone.
+            self._snapshot = snapshot  # Kept alive, so that no new array can have the identity of an old one.
         return self._num_restarts, self._num_changes
 
     def seed(self, seed: int) -> None:
@@ -144,7 +144,7 @@ class JaxPolicy:
         self._rng = np.random.default_rng(seed)
 
     def use_generator(self, rng: np.random.Generator) -> None:
-        """Draw from this generator, where it is not the network that draws."""
+        """Draw from this generator whenever the policy, rather than the network, draws."""
         self._rng = rng
 
     def initial_state(self, num_envs: int) -> State | None:
@@ -166,7 +166,7 @@ class JaxPolicy:
         )
 
     def _restart(self) -> None:
-        """Trace anew: something has changed that the computation depends on."""
+        """Trace again: something that the computation depends on has changed."""
         self._num_restarts += 1
         self._names = self._snapshot.names()
         self._compute = jax.jit(self._snapshot.computation(self._network, self._initial is not None))
@@ -208,12 +208,12 @@ class JaxPolicy:
 
 
 class _Snapshot:
-    """The parameters at one moment: arrays, and all else that the computation depends on."""
+    """The parameters at one moment: arrays, and everything else the computation depends on."""
 
     def __init__(self, structure: Hashable, treedef: Any, leaves: list[Any]) -> None:
         self._structure, self._treedef, self._leaves = structure, treedef, leaves
         self._is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
-        # What can be written to is compared by its numbers, the rest by its identity.
+        # Writable arrays are compared by value, everything else by identity.
         self._marks = [leaf.tobytes() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
 
     @staticmethod
@@ -243,10 +243,10 @@ class _Snapshot:
         return [jax.tree_util.keystr(path) for path, is_array in zip(paths, self._is_array, strict=True) if is_array]
 
     def arrays(self) -> list[Any]:
-        """Return the arrays, as integers those of dtypes that numpy lacks.
+        """Return the arrays; those with dtypes that numpy lacks are returned as integers.
 
         Raises:
-            PolicyError: One of them is gone.
+            PolicyError: An array was deleted.
         """
         try:
             return [_encode(leaf) for leaf, is_array in zip(self._leaves, self._is_array, strict=True) if is_array]
@@ -259,7 +259,7 @@ class _Snapshot:
             raise
 
     def computation(self, network: Network, has_state: bool) -> Callable[..., Any]:
-        """Return the function of arrays such as these, observations, the recurrent state, masks and a seed."""
+        """Return the network as a function of such arrays, observations, the recurrent state, masks and a seed."""
         leaves = [
             _Like.of(leaf) if is_array else leaf for leaf, is_array in zip(self._leaves, self._is_array, strict=True)
         ]
@@ -275,7 +275,7 @@ class _Snapshot:
 
 
 class _Like:
-    """What an array was before it was encoded."""
+    """The dtype, or kind of random key, that an array had before it was encoded."""
 
     def __init__(self, dtype: Any, implementation: str | None) -> None:
         self._dtype, self._implementation = dtype, implementation
@@ -321,7 +321,7 @@ def _is_known(dtype: Any) -> bool:
 
 
 def _shape_of_masks(space: Space[Any]) -> tuple[int, ...] | None:
-    """Return the shape of an environment's action mask: a value for each choice; None if there is no such thing."""
+    """Return the shape of an environment's action mask, one value per choice; None if the space cannot be masked."""
     if isinstance(space, Discrete):
         return (int(space.n),)
     if isinstance(space, MultiDiscrete):
@@ -342,7 +342,7 @@ def _shape(shape: Sequence[Any], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 class _JaxArrays(NumpyArrays):
-    """Arrays that a function refers to: part of its computation, and never written to."""
+    """Arrays that a function refers to: constants of its computation, which are never written to."""
 
     def is_array(self, obj: object) -> bool:
         return isinstance(obj, jax.Array)

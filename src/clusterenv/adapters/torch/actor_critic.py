@@ -1,9 +1,9 @@
 """Agents with a method that returns action, log-probability, entropy and value: CleanRL's form, and the paper's.
 
-The action distribution is the one, of those that the method makes while it runs, under which its actions have the
-log-probabilities it returned. An agent that makes none (it samples by hand) has a policy head, a submodule whose output
-parametrises the distribution. That is found by trying: each output is taken, in turn, for the logits or means of each
-family.
+Of the distributions that the method makes while it runs, the action distribution is the one under which its actions
+have the log-probabilities it returned. An agent that makes none (it samples by hand) has a policy head, a submodule
+whose output parametrises the distribution. The head is found by trial: each output in turn is taken as the logits or
+means of each family.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _USUAL_HEADS = ("actor", "actor_mean", "policy", "pi")
 
 
 class ActorCritic:
-    """Acts by the agent's own method.
+    """Acts with the agent's own method.
 
     Args:
         module: The agent.
@@ -68,7 +68,7 @@ class ActorCritic:
         self._reading: Reading | None = None
 
     def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
-        """Decide with the agent's method; with its distribution, if per-call values are not the method's own."""
+        """Decide with the agent's method, or with its distribution if the method does not take the per-call values."""
         if self._needs_mask and "action_mask" not in call:
             raise PolicyError(
                 f"{type(self._module).__name__}.{self._method}() needs action_mask, but the environments' infos hold "
@@ -111,7 +111,7 @@ class ActorCritic:
 
     @property
     def is_traceable(self) -> bool:
-        """Whether observations alone decide what the method returns."""
+        """Whether the method's result depends only on observations."""
         return self._given_prepare is None and self._memory is None and not self._call_names
 
     def study(self, obs: Tree) -> None:
@@ -122,7 +122,7 @@ class ActorCritic:
         """Run the method and return the tensors it made.
 
         Raises:
-            NoProgram: It is not known how to read its distribution.
+            NoProgram: It is not known how to read the method's distribution.
         """
         if self._reading is None:
             raise NoProgram("no distribution was found")
@@ -140,7 +140,7 @@ class ActorCritic:
     def _run(
         self, tensors: TensorTree, num_rows: int, state: State | None, reading: Reading | None, values: dict[str, Any]
     ) -> Run:
-        """Call the method, and watch what the reading needs."""
+        """Call the method, and capture what the reading needs."""
         method = getattr(self._module, self._method)
         arguments: list[object] = [tensors]
         if self._memory is not None:
@@ -175,7 +175,7 @@ class ActorCritic:
         return answer[0], answer[1], answer[3], state
 
     def _study(self, obs: Tree, state: State | None) -> None:
-        """Find the distribution; on a few rows more if there are few, because a single action would prove little."""
+        """Find the distribution; few rows are repeated first, because a single action would prove little."""
         if self._is_studied or self._needs_mask:
             return
         self._is_studied = True
@@ -192,7 +192,7 @@ class ActorCritic:
             self._reading = self._find_head(obs, state, count)
 
     def _find_head(self, obs: Tree, state: State | None, count: int) -> PolicyHead | None:
-        """Find the policy head, on a copy whose weights are not those of a fresh agent: all its logits are near 0."""
+        """Find the policy head, on a copy with perturbed weights: a fresh agent's logits are all near 0."""
         twin = ActorCritic(perturbed_copy(self._module), self._method, self._given_prepare)
         twin.evaluation.keeps_dtype = self.evaluation.keeps_dtype
         everything = _Everything(tuple(path for path, _ in twin._module.named_modules() if path))
@@ -213,7 +213,7 @@ class Run:
 
 @dataclass(frozen=True)
 class _Everything:
-    """Watches all submodules; there is nothing to read yet."""
+    """Captures the outputs of all submodules; there is nothing to read yet."""
 
     paths: tuple[str, ...]
 
@@ -226,8 +226,8 @@ class Made:
     """An action distribution that the method makes while it runs.
 
     Attributes:
-        indices: Which of those it makes; several are the parts of a MultiDiscrete action.
-        count: How many it makes in all.
+        indices: Which of the distributions that the method makes; several are the parts of a MultiDiscrete action.
+        count: How many distributions it makes in all.
         is_squashed: Whether the method applies tanh, and `action_scale` and `action_bias` if the module has them, to
             its samples by hand.
     """
@@ -242,7 +242,7 @@ class Made:
         """Describe the distribution.
 
         Raises:
-            NoProgram: The method has taken another way this time.
+            NoProgram: The method has taken a different path this time.
         """
         if len(run.made) != self.count:
             raise NoProgram(f"the agent made {len(run.made)} distributions where it made {self.count} before")
@@ -262,7 +262,7 @@ class PolicyHead:
         family: What that output parametrises.
         nvec: The number of actions in each part of a MultiDiscrete action.
         log_std_parameter: The parameter that holds a Gaussian's log standard deviations.
-        log_std_path: Or the submodule that returns them.
+        log_std_path: The submodule that returns them, if they are not a parameter.
     """
 
     path: str
@@ -296,7 +296,7 @@ Reading: TypeAlias = Made | PolicyHead | _Everything
 
 
 def _find_made(run: Run, module: nn.Module, action: torch.Tensor, logprob: torch.Tensor) -> Made | None:
-    """Find the distribution, of those that were made, under which `action` has the log-probability `logprob`."""
+    """Find, among the distributions made, the one under which `action` has the log-probability `logprob`."""
     actions, truth = as_array(action), as_array(logprob).reshape(-1)
     best: tuple[float, Made | None] = (np.inf, None)
     for guess in _guess_made(run.made):
@@ -306,7 +306,7 @@ def _find_made(run: Run, module: nn.Module, action: torch.Tensor, logprob: torch
         except (PolicyError, NoProgram, ValueError, IndexError, TypeError, AttributeError):
             continue
         if _is_close(logprobs, truth, 2e-2 if logprob.dtype == torch.bfloat16 else 1e-3):
-            # Of a fresh agent many distributions are nearly the same; only the right one is so exactly.
+            # A fresh agent's distributions may be nearly the same; only the right one matches exactly.
             error = float(np.abs(logprobs - truth).max())
             if error < best[0] or best[1] is None:
                 best = error, guess
@@ -352,8 +352,8 @@ def _find_head(
 
     Args:
         module: The agent that was run.
-        outputs: Of all its submodules, in the order in which they ran.
-        action: What it chose, shape `[n]` or `[n, parts]`.
+        outputs: The outputs of all its submodules, in the order in which they ran.
+        action: The actions it chose, shape `[n]` or `[n, parts]`.
         logprob: The log-probability it returned, shape `[n]`.
     """
     actions, truth = as_array(action), as_array(logprob).reshape(-1)

@@ -63,7 +63,7 @@ def describe(given: Any) -> Sheet:
         given: A torch distribution, or a sequence of Categoricals, one for each part of a MultiDiscrete action.
 
     Raises:
-        PolicyError: It is of a family that cannot be compared.
+        PolicyError: The distribution is of a family that cannot be compared.
     """
     if isinstance(given, Sequence) and given and all(isinstance(part, td.Categorical) for part in given):
         logits = {f"logits.{index}": part.logits for index, part in enumerate(given)}
@@ -112,7 +112,7 @@ def _describe_squashed(given: td.TransformedDistribution) -> Sheet | None:
 
 @contextmanager
 def captured() -> Iterator[list[td.Distribution]]:
-    """Note every torch distribution that is made, in the order in which it is."""
+    """Collect every torch distribution that is made in the block, in order."""
     made: list[td.Distribution] = []
     original: Callable[..., None] = td.Distribution.__init__
 

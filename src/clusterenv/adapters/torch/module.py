@@ -1,4 +1,4 @@
-"""A torch module: its structure, its weights as arrays, and how to run it without leaving a trace."""
+"""A torch module: its structure, its weights as arrays, and how to run it without side effects."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Prepare: TypeAlias = Callable[[Tree], TensorTree]
 
 _SAMPLES_PER_TENSOR = 16
 _CPU = torch.device("cpu")
-_LAST_ASKED = frozenset({"distribution"})  # Where SB3's models keep the one that they made last.
-# What every module has and no user changes by hand; hooks that act on a forward pass are not among it.
+_LAST_ASKED = frozenset({"distribution"})  # Where SB3's models keep the distribution they made last.
+# Attributes that every module has and no user changes by hand; hooks that act on a forward pass are not among them.
 _BOOKKEEPING = (frozenset(vars(nn.Module())) | {"_compiled_call_impl"}) - {
     *("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 }
@@ -46,9 +46,9 @@ def perturbed_copy(module: nn.Module) -> nn.Module:
     """Copy a module and add noise to its parameters.
 
     A freshly initialised agent is degenerate (all its logits are close to 0), so wrong guesses about its inner workings
-    look right. What holds for perturbed weights too holds because of the module's structure.
+    look right. What also holds for perturbed weights follows from the module's structure.
     """
-    contents = Contents(module, [TORCH])
+    contents = Contents(module, [TORCH], warns=False)
     delivered = Delivered(contents.pack())
     delivered.load(contents.weights())
     twin: nn.Module = delivered.payload
@@ -65,13 +65,13 @@ def perturbed_copy(module: nn.Module) -> nn.Module:
 
 
 class TorchArrays:
-    """Torch's tensors, as what a policy carries: `policy.contents`."""
+    """Torch's tensors as an `ArrayKind` of `policy.contents`."""
 
     def is_array(self, obj: object) -> bool:
         return isinstance(obj, torch.Tensor)
 
     def view(self, obj: torch.Tensor) -> Array:
-        """Return the tensor's own memory if it is in this machine's; a dtype that numpy lacks appears as integers."""
+        """Return the tensor's own memory if it is on the CPU; a dtype that numpy lacks appears as integers."""
         if isinstance(obj, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
             raise PolicyError("The agent has lazy layers without weights yet: call it once on an observation first.")
         return _raw_array(obj)
@@ -92,7 +92,7 @@ class TorchArrays:
         return _rebuild_tensor, arguments
 
     def replace(self, obj: object) -> object:
-        """Unwrap compiled modules and functions; leave optimizers, generators and devices at home."""
+        """Unwrap compiled modules and functions; do not send optimizers, generators and devices."""
         if isinstance(obj, nn.Module):
             if parametrize.is_parametrized(obj):
                 return obj
@@ -104,7 +104,7 @@ class TorchArrays:
         return _CPU if isinstance(obj, torch.device) else obj
 
     def reduce_object(self, obj: object) -> tuple[Any, ...] | None:
-        """Pickle a module with parametrizations, which refuses to be."""
+        """Pickle a module with parametrizations, which torch refuses to pickle."""
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             kind = type(obj).__mro__[1]
             return kind.__new__, (kind,), vars(obj), None, None, _restore_parametrized
@@ -126,7 +126,7 @@ class ChangeDetector:
     """Detects that tensors may have changed.
 
     Tensors count their in-place writes, but not those through `.data`, through numpy, or by a fused optimizer; so
-    their numbers are compared as well: all of small ones, sums or some of large ones.
+    their values are compared as well: small tensors in full, large ones by checksums or samples.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -136,7 +136,7 @@ class ChangeDetector:
         self._device_samples: list[torch.Tensor] = []
 
     def stamp(self) -> Hashable:
-        """Return a value that differs from an earlier one if any tensor may have changed in between."""
+        """Return a value that differs from the last one returned if any tensor may have changed since."""
         identity = tuple([tensor.data_ptr() for tensor in self._tensors])
         if identity != self._identity:
             self._identity = identity
@@ -162,8 +162,8 @@ class Randomness:
         seed: If None, one is drawn from the operating system.
 
     Attributes:
-        numpy: Numpy's.
-        state: Of torch's; another one after every draw.
+        numpy: The numpy generator.
+        state: The state of the torch generator, which changes with every draw.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -172,7 +172,7 @@ class Randomness:
 
     @contextmanager
     def torch(self) -> Iterator[None]:
-        """Give torch's global generator, which user code draws from, this policy's state for a while."""
+        """Within the block, give torch's global generator, which user code draws from, this policy's state."""
         outside = torch.get_rng_state()
         torch.set_rng_state(self.state)
         try:
@@ -185,12 +185,12 @@ class Randomness:
 class Evaluation:
     """Runs a module without changing it.
 
-    The module stays in the mode (train or eval) its user chose, because layers such as NoisyLinear explore by it. Only
-    batch norms are held in eval mode, because in train mode they would write to their own weights.
+    The module stays in the mode (train or eval) its user chose, because layers such as NoisyLinear depend on it to
+    explore. Only batch norms are held in eval mode, because in train mode they would write to their own weights.
 
     Attributes:
-        keeps_dtype: Whether observations stay of the dtype that they have: at first if the module has parameters of
-            several dtypes, or narrow ones, because then it converts for itself.
+        keeps_dtype: Whether observations keep their own dtype: initially if the module has parameters of several
+            dtypes, or narrow ones, because it then converts them itself.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,8 +1,8 @@
 """Normalised observations and rewards for learners whose policies act on workers.
 
-Wrappers such as Gymnasium's `NormalizeObservation` would give each environment, or each worker, statistics of its own.
-Here there is one set: the learner updates it from rollouts, and for observations it is part of the agent, so that it
-travels with the weights, as versions do, and is saved with them.
+Wrappers such as Gymnasium's `NormalizeObservation` would keep separate statistics for each environment or worker. Here
+there is one set, which the learner updates from rollouts. The statistics of observations are part of the agent, so that
+they are sent, versioned and saved with its weights.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from clusterenv.errors import ConfigError
 
 
 class Normaliser(nn.Module):
-    """Brings what it is given to a mean of 0 and a deviation of 1, by all that it was ever updated with.
+    """Normalises its input to mean 0 and standard deviation 1, using the statistics of all rows it was updated with.
 
-    Update it after a policy's update, so that its ratios compare policies under one normalisation.
+    Update it after the policy's update, so that importance ratios compare policies under one normalisation.
 
     Args:
-        shape: Of one observation.
-        clip: No result is farther from 0.
+        shape: The shape of one observation.
+        clip: Results are clipped to [-clip, clip].
     """
 
     mean: torch.Tensor
@@ -37,7 +37,7 @@ class Normaliser(nn.Module):
         super().__init__()
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.clip = clip
-        # In double precision: after many steps one more changes them by less than a float can tell.
+        # In double precision: after many steps, one more changes them by less than a float32 can represent.
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
@@ -49,10 +49,10 @@ class Normaliser(nn.Module):
 
     @torch.no_grad()
     def update(self, rows: torch.Tensor | NDArray[Any]) -> None:
-        """Take in more observations `[..., *shape]`.
+        """Include more observations `[..., *shape]` in the statistics.
 
         Raises:
-            ConfigError: They have another shape, or hold what no statistics survive: NaN or infinity.
+            ConfigError: The observations have another shape, or hold NaN or infinity.
         """
         given = torch.as_tensor(rows, dtype=torch.float64, device=self.mean.device)
         shape = tuple(self.mean.shape)
@@ -73,11 +73,11 @@ class Normaliser(nn.Module):
 
 
 class RewardScaler:
-    """Divides rewards by the deviation of the discounted return, as is usual for continuous control.
+    """Divides rewards by the standard deviation of the discounted return, as is usual for continuous control.
 
     Args:
-        num_envs: Of all workers together.
-        gamma: What a reward is worth one step earlier.
+        num_envs: The number of environments of all workers together.
+        gamma: The discount factor.
     """
 
     def __init__(self, num_envs: int, gamma: float = 0.99) -> None:
@@ -91,11 +91,11 @@ class RewardScaler:
         """Return the rewards of a rollout, scaled by all rewards so far.
 
         Args:
-            rewards: `[T, N]`, in the order in which they came.
-            ends: Whether each ended an episode.
+            rewards: `[T, N]`, in order of time.
+            ends: Whether each step ended an episode, `[T, N]`.
 
         Raises:
-            ConfigError: They are of other environments, or not of the same steps.
+            ConfigError: The shapes differ, or do not match the number of environments.
         """
         rewards, ends = np.asarray(rewards), np.asarray(ends, np.bool_)
         if rewards.ndim != 2 or rewards.shape != ends.shape or rewards.shape[1] != len(self._sums):

@@ -1,4 +1,4 @@
-"""A torch policy as a numpy program: found, tried against the agent itself, and tried again with every version."""
+"""A torch policy as a numpy program: found, checked against the agent itself, and checked again with every version."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _TRIAL_ROWS = (7, 16)
 # Rows times columns times what is summed over. Larger products wake OpenBLAS's threads, which then spin for tens of
 # milliseconds on a core where workers could run.
 _CALM_PRODUCT = 1 << 18
-_MIN_ROWS = 4  # Of wide networks so few rows would fit that threads are the better choice.
+_MIN_ROWS = 4  # For wide networks so few rows would fit that threads are the better choice.
 
 
 class NumpyProgram:
-    """What numpy does in a module's place.
+    """A numpy program that replaces a torch module.
 
-    The learner's own module is never run: a copy of it, such as a worker would have, is given each version's weights.
+    The learner's own module is never run: a copy of it, like a worker's, is given each version's weights.
 
     Attributes:
-        program: What is done.
+        program: The program.
     """
 
     def __init__(self, policy: TorchPolicy, twin: TorchPolicy, obs: Tree) -> None:
@@ -54,16 +54,16 @@ class NumpyProgram:
             return None
         try:
             return NumpyProgram(policy, policy.copy_here(), obs)
-        except Exception:  # noqa: BLE001 - whatever is wrong with the guess: the agent's own method is always right
+        except Exception:  # noqa: BLE001 - whatever is wrong, the agent's own method can be used instead
             return None
 
     @property
     def program(self) -> Program:
-        """What is done."""
+        """The program."""
         return self._traced.program
 
     def renew(self, policy: TorchPolicy, obs: Tree) -> NumpyProgram | None:
-        """Try again with the weights of this moment; returns itself if it still holds, if need be traced anew."""
+        """Check the program with the current weights; return self, traced again if necessary, or None."""
         if policy.contents.generation != self._generation:
             return NumpyProgram.find(policy, obs)
         try:
@@ -82,11 +82,11 @@ class NumpyProgram:
         return {**{name: arrays[name] for name in self._names}, CONSTANTS: self._traced.constants}
 
     def reduce(self, policy: TorchPolicy) -> tuple[Any, ...]:
-        """Pickle as a policy that needs no torch."""
+        """Pickle as a policy that does not need torch."""
         return ProgramPolicy, (self._traced.program, WeightsSpec.of(self.weights(policy)), self._paths)
 
     def distribution(self, policy: TorchPolicy, obs: Tree) -> Distribution | None:
-        """Return the distributions on observations, if this was tried with the weights of this moment."""
+        """Return the distributions on observations, if the program was checked with the current weights; else None."""
         if policy.stamp() != self._stamp:
             return None
         leaves = leaves_of(obs, self._paths)
@@ -99,13 +99,13 @@ class NumpyProgram:
         return parts[0].with_arrays({name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]})
 
     def _calm_rows(self, num_rows: int) -> int:
-        """Return how many rows to evaluate at once: so few that no product wakes numpy's threads, or else all."""
+        """Return how many rows to evaluate at once: few enough not to wake numpy's threads, if possible, or all."""
         largest = max((self._carried[name].size for name in self._names if self._carried[name].ndim > 1), default=1)
         calm = _CALM_PRODUCT // largest
         return min(num_rows, calm) if calm >= _MIN_ROWS else num_rows
 
     def _load(self, policy: TorchPolicy) -> Hashable:
-        """Give the copy the weights of this moment; returns the plain values among them."""
+        """Load the current weights into the copy; return the plain values among them."""
         self._stamp = policy.stamp()
         self._carried = policy.contents.weights()
         self._twin.load(self._carried)
@@ -114,7 +114,7 @@ class NumpyProgram:
     def _trace(self, policy: TorchPolicy, obs: Tree) -> None:
         self._values = self._load(policy)
         twin = self._twin
-        before = Contents(twin.module, [TORCH])
+        before = Contents(twin.module, [TORCH], warns=False)
         stamp, drawn = before.stamp(), _random_state()
         rows = _resize(obs, _TRACE_ROWS)
         twin.inference.study(rows)
@@ -167,12 +167,12 @@ class NumpyProgram:
 def _is_drawn(action: torch.Tensor, sheet: Sheet, state: torch.Tensor) -> bool:
     """Whether an agent's action is a draw from its distribution, and nothing else was drawn.
 
-    Its mode, or a draw from another distribution, has the log-probabilities that it says, too.
+    Log-probabilities cannot show this: the mode, or a draw from another distribution, has matching ones, too.
 
     Args:
-        action: What the agent chose.
+        action: The agent's action.
         sheet: The distribution.
-        state: Of torch's generator before it chose.
+        state: The state of torch's generator before the agent acted.
     """
     after = torch.get_rng_state()
     torch.set_rng_state(state)
@@ -183,12 +183,12 @@ def _is_drawn(action: torch.Tensor, sheet: Sheet, state: torch.Tensor) -> bool:
 
 
 def _random_state() -> Hashable:
-    """Return what changes when somebody draws from Python's or numpy's common generator."""
+    """Return the state of Python's and numpy's global generators, which changes with every draw."""
     return random.getstate(), np.random.get_state()[1].tobytes(), np.random.get_state()[2]  # type: ignore[index]  # a tuple
 
 
 def _numbers(distribution: Distribution) -> list[Array]:
-    """Return what two equal distributions have in common; logits are equal if they differ by a constant."""
+    """Return arrays that are equal for equal distributions; logits that differ by a constant count as equal."""
     arrays = list(distribution.to_arrays()[1].values())
     if isinstance(distribution, Categorical):
         return [arrays[0] - arrays[0].max(axis=-1, keepdims=True)]

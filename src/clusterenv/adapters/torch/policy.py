@@ -1,4 +1,4 @@
-"""A torch module as a policy: read as it is, by what its `forward` returns, or by its user's functions."""
+"""A torch module as a policy: understood as it is, by what its `forward` returns, or through the user's functions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from clusterenv.adapters.torch.actor_critic import ActorCritic
+from clusterenv.adapters.torch.discrete_actions import DiscreteActions
 from clusterenv.adapters.torch.distributions import describe, from_torch, read
 from clusterenv.adapters.torch.module import (
     TORCH,
@@ -43,40 +44,49 @@ _Inference: TypeAlias = (
 )
 _Result = TypeVar("_Result")
 _OUTPUTS: tuple[Output, ...] = get_args(Output)
+_RESULTS: dict[Output, tuple[str, ...]] = {  # What `forward` returns first; a value may follow.
+    "logits": ("logits",),
+    "q": ("q",),
+    "action": ("action",),
+    "gaussian": ("mean", "log_std"),
+    "squashed": ("mean", "log_std"),
+}
 _Q_NETWORK = re.compile(r"^Q(?![a-z])|Q_?Net|DQN")
 
 
 class TorchPolicy:
     """A torch module that chooses actions on workers.
 
-    Understood as they are: agents with CleanRL's `get_action_and_value` (discrete, continuous, recurrent), agents
-    whose `forward` returns `(action, logprob, entropy, value)` and that have an `actor`, CleanRL's SAC actor
+    The following are understood as they are: agents with CleanRL's `get_action_and_value` (discrete, continuous,
+    recurrent), agents with an `actor` whose `forward` returns `(action, logprob, entropy, value)`, CleanRL's SAC actor
     (`get_action`), and modules named like a Q-network whose `forward` returns Q-values. For any other module, say what
     its `forward` returns (`output`), or give functions. Functions take the module and the observations as tensors and,
     by name, `state` and per-call values.
 
-    Observations become tensors of the module's dtype. They keep their own if the module has parameters of several
+    Observations become tensors of the module's dtype. They keep their own dtype if the module has parameters of several
     dtypes or narrow ones (bfloat16), or does not run otherwise: an `nn.Embedding` takes integers. On workers the module
-    stays in the mode, train or eval, that it has. Pickling leaves out the weights, which are sent separately.
+    keeps its mode, train or eval. Pickling leaves out the weights, which are sent separately.
 
     Args:
         module: The agent; only `load` writes to it.
-        output: What `forward` returns: "logits" or "q" `[n, actions]`, "action" (deterministic), or a pair
-            `(mean, log_std)` of a "gaussian" or "squashed" Gaussian.
+        output: What `forward` returns: "logits" or "q" `[n, actions]` (for MultiDiscrete actions, the logits of all
+            choices side by side), "action" (deterministic), or a pair `(mean, log_std)`, with the logarithm of the
+            standard deviation, of a "gaussian" or "squashed" Gaussian. The value of each state may follow.
         act: Returns the actions, or a dict with "action", whatever else the learner wants, and "state" if recurrent.
         distribution: Returns a torch distribution, or a list of Categoricals for MultiDiscrete actions. Sufficient on
-            its own.
+            its own: actions are drawn from it. With `act`, it is used only to compare versions of the policy.
         value: Returns the value of each state, in addition to `distribution`.
-        initial_state: From the number of environments to a dict of tensors or numpy arrays `[n, ...]`. With `output`:
-            what `forward(obs, state)` takes, as one tensor or, if there are several, as a tuple. Not needed for a
-            module with one GRU or LSTM.
-        prepare: From numpy observations to what the module takes, if the usual conversion will not do.
-        wire_dtype: "bfloat16" halves what is sent: parameters are rounded to it on their way, and workers compute with
-            the rounded ones, as wide as before. Log-probabilities and values are those of the rounded ones. Buffers,
-            such as the statistics of a normaliser, travel as they are.
+        initial_state: Maps the number of environments to a dict of tensors or numpy arrays `[n, ...]`. With `output`,
+            this is the state that `forward(obs, state)` takes, as one tensor or, if there are several, as a tuple. Not
+            needed for a module with one GRU or LSTM.
+        prepare: Maps numpy observations to what the module takes, if the usual conversion will not do.
+        wire_dtype: "bfloat16" halves what is sent: parameters are rounded to it for sending, and workers compute with
+            the rounded values at the original width. Log-probabilities and values are those of the rounded parameters.
+            Buffers, such as the statistics of a normaliser, are sent unrounded.
 
     Raises:
         PolicyError: It is unclear how the module chooses actions.
+        ConfigError: The arguments contradict each other.
     """
 
     can_remember = True  # Unlike a numpy program.
@@ -103,16 +113,23 @@ class TorchPolicy:
             )
         if wire_dtype not in (None, "bfloat16"):
             raise ConfigError(f'TorchPolicy(wire_dtype=...) must be "bfloat16" or None; got {wire_dtype!r}.')
+        if output is not None and (act is not None or distribution is not None):
+            other = "distribution" if act is None else "act"
+            raise ConfigError(
+                f"TorchPolicy(output={output!r}, {other}=...) says twice how the module chooses actions: give one of "
+                f"output=... and {other}=...."
+            )
         self.module = unwrap(module)
         self._functions = _Functions(act, distribution, value, initial_state)
         self._output = output
         self._prepare = prepare
         self._wire_dtype = wire_dtype
+        self._actions: DiscreteActions | None = None  # Of the environments, as soon as they are known.
         self._inference = self._choose_inference()
         self._has_run = False
         self._contents: Contents | None = None
         self.delivered: Delivered | None = None
-        self._read_generation = 0  # The inference was chosen for this one.
+        self._read_generation = 0  # The generation that the inference was chosen for.
         self._program: NumpyProgram | None = None
         self._num_programs = 0
         self.wanted: tuple[str, ...] | None = None  # The extras; None: all.
@@ -120,16 +137,16 @@ class TorchPolicy:
 
     @property
     def contents(self) -> Contents:
-        """What travels to the workers."""
+        """What is sent to the workers."""
         if self._contents is None:
-            # Together, so that a function that refers to the module still refers to the same one afterwards.
+            # Together, so that a function that refers to the module still refers to the same one on a worker.
             others = {"functions": self._functions, "output": self._output, "prepare": self._prepare}
             self._contents = Contents({"": self.module, **others}, self.kinds)
         return self._contents
 
     @property
     def generation(self) -> int:
-        """How often what travels to workers, other than weights, has changed."""
+        """How often what is sent to workers, other than weights, has changed."""
         return self.contents.generation + self._num_programs
 
     @property
@@ -144,18 +161,18 @@ class TorchPolicy:
 
     @property
     def rounded(self) -> frozenset[str]:
-        """The weights that are sent as bfloat16: parameters that are wider than it."""
+        """The names of the weights that are sent as bfloat16: all wider parameters."""
         if self._wire_dtype is None:
             return frozenset()
         return frozenset(name for name, array in self.contents.parameters().items() if can_round(array.dtype))
 
     @property
     def is_traceable(self) -> bool:
-        """Whether observations and weights alone decide what the module returns."""
+        """Whether the module's output depends only on observations and weights."""
         return self._inference.is_traceable and self.delivered is None
 
     def beside(self) -> TorchPolicy:
-        """Return another policy of the same module, which may be shown other observations than this one."""
+        """Return another policy for the same module, which may be given other observations than this one."""
         return type(self)(
             self.module,
             output=self._output,
@@ -165,8 +182,8 @@ class TorchPolicy:
         )
 
     def copy_here(self) -> TorchPolicy:
-        """Make a copy such as a worker has: it can be run without leaving a trace in the learner's own module."""
-        return _rebuild(self.contents.pack())
+        """Make a copy like a worker's, which can be run without affecting the learner's own module."""
+        return _rebuild(self.contents.pack(), self._actions)
 
     def named_arrays(self) -> dict[str, torch.Tensor]:
         """Return a copy's tensors by the names of its weights."""
@@ -180,16 +197,20 @@ class TorchPolicy:
         return self._program is not None
 
     def announce(self) -> None:
-        """Take for changed what cannot be compared."""
+        """Treat whatever cannot be compared as changed."""
         self.contents.announce()
 
-    def look_at(self, obs: Tree, _action_space: object = None) -> None:
-        """Find out on real observations whether numpy can do what the module does, for the weights of this moment."""
-        if self.contents.generation != self._read_generation:
-            self._inference, self._read_generation = self._choose_inference(), self.contents.generation
-            self._has_run = False
+    def look_at(self, obs: Tree, action_space: object = None) -> None:
+        """Find out on real observations whether numpy can compute what the module does, with its current weights."""
         found = self._program
         before = None if found is None else found.program
+        actions = DiscreteActions.of(action_space)
+        if actions != self._actions:
+            found = None
+        if actions != self._actions or self.contents.generation != self._read_generation:
+            self._actions, self._read_generation = actions, self.contents.generation
+            self._inference = self._choose_inference()
+            self._has_run = False
         self._program = NumpyProgram.find(self, obs) if found is None else found.renew(self, obs)
         self._num_programs += before != (None if self._program is None else self._program.program)
 
@@ -209,7 +230,7 @@ class TorchPolicy:
             raise
 
     def distribution(self, obs: Tree, state: State | None = None) -> Distribution | None:
-        """Return the action distributions on a batch; None if they cannot be read from the module."""
+        """Return the action distributions for a batch; None if they cannot be read from the module."""
         if self._program is not None and (found := self._program.distribution(self, obs)) is not None:
             return found
         return self._run_first(lambda: self._inference.distribution(obs, state))
@@ -225,16 +246,16 @@ class TorchPolicy:
             raise PolicyError("Only a worker's copy of a policy is loaded: write to the learner's own agent directly.")
         if self.delivered.load(weights):
             keeps_dtype = self._inference.evaluation.keeps_dtype
-            self._inference = self._choose_inference()  # What was found out may hold no longer, but for the dtype.
+            self._inference = self._choose_inference()  # What was found out may no longer hold, except for the dtype.
             self._inference.evaluation.keeps_dtype = keeps_dtype
 
     def take_over(self, tried: TorchPolicy) -> None:
-        """Take over what another copy has found out about dtypes: to find it out again, this one would run twice."""
+        """Adopt what another copy has found out about dtypes, so that this one need not run the module twice."""
         self._inference.evaluation.keeps_dtype = tried.inference.evaluation.keeps_dtype
         self._has_run = True
 
     def stamp(self) -> Hashable:
-        """Return a value that changes with the weights, however they are written, and with the module's attributes."""
+        """Return a value that changes with the weights, however they are written to, and the module's attributes."""
         return self.contents.stamp()
 
     def seed(self, seed: int) -> None:
@@ -242,23 +263,25 @@ class TorchPolicy:
         self._randomness = Randomness(seed)
 
     def use_generator(self, rng: np.random.Generator) -> None:
-        """Draw from this generator, where it is this policy and not the agent's own code that draws."""
+        """Draw from this generator whenever the policy, rather than the agent's own code, draws."""
         self._randomness.numpy = rng
 
     @property
     def chance(self) -> torch.Tensor:
-        """What the agent's own code draws from: another value after every draw."""
+        """The state of the random source that the agent's own code uses; changes with every draw."""
         return self._randomness.state
 
     def initial_state(self, num_envs: int) -> State | None:
         return self._inference.initial_state(num_envs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the structure without the weights, for the CPU; for numpy, if that is known to be enough."""
-        return (_rebuild, (self.contents.pack(),)) if self._program is None else self._program.reduce(self)
+        """Pickle the structure without the weights, for the CPU; for numpy only, if that is known to suffice."""
+        return (
+            (_rebuild, (self.contents.pack(), self._actions)) if self._program is None else self._program.reduce(self)
+        )
 
     def _run_first(self, run: Callable[[], _Result]) -> _Result:
-        """Run the module; the first time, if it fails, with observations that were converted otherwise."""
+        """Run the module; if the first run fails, try again with observations in the other dtype."""
         if self._has_run:
             return run()
         try:
@@ -271,7 +294,7 @@ class TorchPolicy:
             self._inference.evaluation.keeps_dtype = not keeps_dtype
             try:
                 result = run()
-            except Exception:  # noqa: BLE001 - whatever it was: the first error is the user's
+            except Exception:  # noqa: BLE001 - whatever it is, the first error is what the user should see
                 self._inference = self._choose_inference()
                 raise error from None
         self._has_run = True
@@ -284,7 +307,7 @@ class TorchPolicy:
         if functions.value is not None or (functions.initial_state is not None and self._output is None):
             raise ConfigError(
                 "TorchPolicy(value=...) also needs act=... or distribution=..., and initial_state=... needs one of "
-                "these or output=...."
+                "these or output=.... With output=..., forward() may return the value as one more result."
             )
         if self._output is not None and self._output not in _OUTPUTS:
             raise ConfigError(f"TorchPolicy(output=...) must be one of {', '.join(_OUTPUTS)}; got {self._output!r}.")
@@ -297,23 +320,25 @@ class TorchPolicy:
         if output is None:
             raise PolicyError(_unreadable(module))
         if functions.initial_state is not None or _takes_state(module):
-            return _RecurrentInference(module, output, self._prepare, functions.initial_state)
-        return _ForwardInference(module, output, self._prepare)
+            return _RecurrentInference(module, output, self._prepare, self._actions, functions.initial_state)
+        return _ForwardInference(module, output, self._prepare, self._actions)
 
 
-def _rebuild(packed: bytes) -> TorchPolicy:
-    """Make a worker's policy; its weights are zeros until some are loaded."""
+def _rebuild(packed: bytes, actions: DiscreteActions | None) -> TorchPolicy:
+    """Make the policy on a worker; its weights are zeros until some are loaded."""
     delivered = Delivered(packed)
     module, functions, output, prepare = delivered.payload.values()
     module.requires_grad_(False)
     policy = TorchPolicy(module, output=output, prepare=prepare, **vars(functions))
     policy.delivered = delivered
+    policy._actions = actions
+    policy._inference = policy._choose_inference()
     return policy
 
 
 @dataclass(frozen=True)
 class _Functions:
-    """What a user writes for a module that cannot be understood as it is."""
+    """The user's functions for a module that is not understood as it is."""
 
     act: Callable[..., object] | None = None
     distribution: Callable[..., object] | None = None
@@ -322,7 +347,7 @@ class _Functions:
 
 
 class _FunctionInference:
-    """Acts by the user's functions."""
+    """Acts with the user's functions."""
 
     def __init__(self, module: nn.Module, functions: _Functions, prepare: Prepare | None) -> None:
         self._module = module
@@ -351,7 +376,7 @@ class _FunctionInference:
     def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
         if self._functions.distribution is None or self._distribution is None:
             return None
-        with self.evaluation.quiet(), Randomness(0).torch():  # What it may draw is not the learner's.
+        with self.evaluation.quiet(), Randomness(0).torch():  # It must not draw from the learner's generator.
             arguments = self._distribution.bind(self._tensor_state(state), NO_VALUES)
             return from_torch(self._functions.distribution(self._module, self._prepare(obs), **arguments))
 
@@ -385,14 +410,18 @@ class _FunctionInference:
 
 
 class _ForwardInference:
-    """Acts by what `forward` returns; "logits", "q" and "action" may come with a value as second result."""
+    """Acts by what `forward` returns; a value may follow as its last result."""
 
-    def __init__(self, module: nn.Module, output: Output, prepare: Prepare | None) -> None:
+    def __init__(
+        self, module: nn.Module, output: Output, prepare: Prepare | None, actions: DiscreteActions | None
+    ) -> None:
         self._module = module
         self._output = output
+        self._actions = actions if output in ("logits", "q") else None
         self.evaluation = Evaluation(module)
         self._prepare = prepare or self.evaluation.tensors
-        self.is_traceable = prepare is None
+        # A program counts actions from 0.
+        self.is_traceable = prepare is None and (self._actions is None or not self._actions.is_shifted)
         self.takes: frozenset[str] = frozenset()
 
     def act(self, obs: Tree, state: State | None, call: Call, randomness: Randomness) -> Decision:
@@ -401,7 +430,7 @@ class _ForwardInference:
             distribution = read(sheet)
             count = len(distribution)
             extras = {name: as_column(tensor, name, count) for name, tensor in sheet.extras.items()}
-        return draw(distribution, randomness.numpy, call, extras)
+        return self._shift(draw(distribution, randomness.numpy, call, extras))
 
     def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
         with self.evaluation.quiet(), Randomness(0).torch():
@@ -417,27 +446,41 @@ class _ForwardInference:
         """Run the module and return the tensors it made."""
         return self._describe(self._module(tensors))
 
+    def _shift(self, decision: Decision) -> Decision:
+        return decision if self._actions is None else self._actions.shift(decision)
+
     def _describe(self, answer: object) -> Sheet:
-        first, second = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
-        if not isinstance(first, torch.Tensor):
+        names = _RESULTS[self._output]
+        results: list[Any] = list(answer) if isinstance(answer, tuple) else [answer]
+        if len(names) > 1 and isinstance(results[0], tuple):  # As in ((mean, log_std), value).
+            results[:1] = results[0]
+        if len(results) > len(names) and results[-1] is None:
+            results.pop()
+        is_known = all(isinstance(result, torch.Tensor) for result in results)
+        if not is_known or not len(names) <= len(results) <= len(names) + 1:
+            got = f"a tuple of {len(answer)}" if isinstance(answer, tuple) else f"a {type(answer).__name__}"
+            alone = names[0] if len(names) == 1 else f"({', '.join(names)})"
             raise PolicyError(
-                f"forward() of {type(self._module).__name__} should return {self._output} as a tensor, "
-                f"got {type(answer).__name__}."
+                f"forward() of {type(self._module).__name__}, read as {self._output!r}, should return {alone} or "
+                f"({', '.join(names)}, value), as tensors; got {got}."
             )
-        if self._output in ("gaussian", "squashed"):
-            if second is None:
-                raise PolicyError(f"A {self._output} policy's forward() should return (mean, log_std).")
-            constants = self._constants() if self._output == "squashed" else {}
-            family = "squashed_gaussian" if constants else "diagonal_gaussian"
-            return Sheet(family, {"mean": first, "log_std": second}, constants, {})
-        extras = {} if second is None else {"value": second}
+        extras = {"value": results[-1]} if len(results) > len(names) else {}
+        if self._actions is not None:
+            self._actions.check(results[0].shape, f"forward() of {type(self._module).__name__}")
+        parameters = dict(zip(names, results, strict=False))
         match self._output:
+            case "logits" if self._actions is not None and self._actions.is_multi:
+                return Sheet("multi_categorical", parameters, {}, extras, self._actions.sizes)
             case "logits":
-                return Sheet("categorical", {"logits": first}, {}, extras)
+                return Sheet("categorical", parameters, {}, extras)
             case "q":
-                return Sheet("q_values", {"q": first}, {}, extras)
+                return Sheet("q_values", parameters, {}, extras)
+            case "gaussian":
+                return Sheet("diagonal_gaussian", parameters, {}, extras)
+            case "squashed":
+                return Sheet("squashed_gaussian", parameters, self._constants(), extras)
             case _:
-                return Sheet("deterministic", {"action": first}, self._bounds(), extras)
+                return Sheet("deterministic", parameters, self._bounds(), extras)
 
     def _constants(self) -> dict[str, object]:
         """Return the scale and the shift that CleanRL's continuous agents apply after tanh."""
@@ -452,23 +495,24 @@ class _ForwardInference:
 
 
 def _takes_state(module: nn.Module) -> bool:
-    """Tell whether `forward` takes a recurrent state besides the observations, and the module has a layer for it."""
+    """Return whether `forward` takes a recurrent state besides the observations, and the module has a layer for it."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(named) == 2 and any(isinstance(layer, nn.RNNBase | nn.RNNCellBase) for layer in module.modules())
 
 
 class _RecurrentInference(_ForwardInference):
-    """Acts by what `forward(obs, state)` returns: what it would without a state, and the next state as last result."""
+    """Acts by what `forward(obs, state)` returns: as without a state, plus the next state as last result."""
 
     def __init__(
         self,
         module: nn.Module,
         output: Output,
         prepare: Prepare | None,
+        actions: DiscreteActions | None,
         initial_state: Callable[[int], Mapping[str, torch.Tensor | Array]] | None,
     ) -> None:
-        super().__init__(module, output, prepare)
+        super().__init__(module, output, prepare, actions)
         self.is_traceable = False
         self._make = initial_state
         self._layer = _find_layer(module) if initial_state is None else None
@@ -479,7 +523,7 @@ class _RecurrentInference(_ForwardInference):
             distribution = read(sheet)
             count = len(distribution)
             extras = {name: as_column(tensor, name, count) for name, tensor in sheet.extras.items()}
-        return draw(distribution, randomness.numpy, call, extras)._replace(state=new_state)
+        return self._shift(draw(distribution, randomness.numpy, call, extras))._replace(state=new_state)
 
     def distribution(self, obs: Tree, state: State | None) -> Distribution | None:
         with self.evaluation.quiet(), Randomness(0).torch():
@@ -537,7 +581,7 @@ def _flat(value: object) -> object:
 
 
 def _with_tensor_mask(call: Call) -> dict[str, Any]:
-    """Return per-call values with an action mask, if there is one, as a tensor of truth values."""
+    """Return the per-call values, with the action mask, if any, as a boolean tensor."""
     return {name: torch.as_tensor(value != 0) if name == "action_mask" else value for name, value in call.items()}
 
 
@@ -573,6 +617,11 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _unreadable(module: nn.Module) -> str:
+    if isinstance(inner := getattr(module, "module", None), nn.Module):  # As in torch's AveragedModel.
+        return (
+            f"Cannot tell how a {type(module).__name__} around a {type(inner).__name__} chooses actions. Give the "
+            "module inside it: its .module."
+        )
     return f"""Cannot tell how {type(module).__name__} chooses actions: it has no get_action_and_value(), and what its \
 forward() returns is not known. Say so in one line,
 

@@ -28,15 +28,15 @@ class NoProgram(Exception):
 
 @dataclass(frozen=True)
 class Sheet:
-    """A distribution's parameters as tensors, and what else is returned.
+    """A distribution's parameters as tensors, and further outputs.
 
     Attributes:
-        family: Of the distribution.
+        family: The family of the distribution.
         parameters: By the names that `policy.program.make_distribution` knows.
         constants: Parameters that are the same for all observations.
-        extras: Returned beside actions: "value".
-        nvec: Of a multi-categorical distribution.
-        action: What the agent itself drew; None if that is left to us.
+        extras: Returned besides actions: "value".
+        nvec: The number of actions of each choice of a multi-categorical distribution.
+        action: The action that the agent itself drew; None if drawing is left to us.
     """
 
     family: str
@@ -49,7 +49,7 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Traced:
-    """A program, and the numbers it was written with."""
+    """A program, and the plain numbers it uses."""
 
     program: Program
     constants: Array
@@ -69,11 +69,11 @@ class Recorder(TorchFunctionMode):
         self._leaves = leaves
         self._refs: dict[int, Ref] = {id(leaf): Ref("obs", index) for index, leaf in enumerate(leaves)}
         self._refs |= {id(tensor): Ref("array", name) for name, tensor in arrays.items()}
-        self._steps: list[Step | str] = []  # A text: why it is not one.
+        self._steps: list[Step | str] = []  # A text says why a call cannot be a step.
         self._constants: list[float] = []
-        self._kept: list[Any] = [leaves, dict(arrays)]  # So that no id is given away twice.
-        self._origins: dict[int, tuple[str, list[int]]] = {}  # Which call made a tensor, and of which others.
-        self._random: set[int] = set()  # The tensors into which random numbers have gone.
+        self._kept: list[Any] = [leaves, dict(arrays)]  # Kept alive, so that no id is reused.
+        self._origins: dict[int, tuple[str, list[int]]] = {}  # Which call made a tensor, and from which others.
+        self._random: set[int] = set()  # The tensors that depend on random numbers.
         self._escape: str | None = None
 
     def __torch_function__(
@@ -85,7 +85,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def finish(self, sheet: Sheet) -> Traced:
-        """Return the program that leads to a sheet.
+        """Return the program that computes a sheet.
 
         Raises:
             NoProgram: There is none.
@@ -153,7 +153,7 @@ class Recorder(TorchFunctionMode):
             self._escape = f"{name}() writes to a tensor"
             return
         if not changes and all(id(tensor) in self._refs for tensor in results):
-            return  # Returned as it came: a function that had nothing to do.
+            return  # Its input, unchanged: the function had nothing to do.
         step = self._translate(name.rstrip("_") if changes and not name.startswith("__") else name, args, kwargs)
         if isinstance(step, Ref) and len(results) == 1:
             self._refs[id(results[0])] = step
@@ -166,12 +166,12 @@ class Recorder(TorchFunctionMode):
                 self._refs[id(tensor)] = Ref("step", index, None if isinstance(result, torch.Tensor) else part)
 
     def _is_new(self, tensor: Any) -> bool:
-        """Tell whether there is nothing in a tensor yet."""
+        """Return whether a tensor has no contents yet."""
         ref = self._refs.get(id(tensor))
         return ref is not None and ref.source == "step" and self._steps[ref.key] == "unknown empty"
 
     def _is_shared(self, tensor: Any) -> bool:
-        """Tell whether writing to a tensor may change another one."""
+        """Return whether writing to a tensor may change another one."""
         ref = self._refs.get(id(tensor))
         if ref is None or ref.source != "step" or ref.part is not None:
             return True
@@ -200,11 +200,11 @@ class Recorder(TorchFunctionMode):
         raise NoProgram(f"a {type(value).__name__}")
 
     def step(self, name: str, *inputs: Any, **options: Any) -> Step:
-        """Make a step of tensors and numbers."""
+        """Make a step from tensors and numbers."""
         return Step(name, tuple(self._ref(value) for value in inputs), tuple(options.items()))
 
     def same(self, value: torch.Tensor) -> Ref:
-        """Return what stands for a tensor."""
+        """Return the reference to a tensor."""
         return self._ref(value)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -368,7 +368,7 @@ def _log_sum_exp(trace: Recorder, input: Any, dim: int, keepdim: bool = False) -
 
 
 def _inner_axis(tensor: torch.Tensor, dim: int, extra: int = 0) -> int:
-    """Return an axis as counted from the front, that is not the rows'."""
+    """Return an axis counted from the front, which must not be that of the rows."""
     axis = dim % (tensor.ndim + extra)
     if axis == 0:
         raise NoProgram("an operation across rows")
@@ -435,7 +435,7 @@ def _masked_fill(trace: Recorder, input: Any, mask: Any, value: Any) -> Step:
 
 def _expand_as(trace: Recorder, input: Any, other: Any) -> Step | Ref:
     if input.shape[1 if input.ndim == other.ndim else 0 :] == other.shape[1:]:
-        return trace.same(input)  # Only rows are repeated, which numpy does where that is needed.
+        return trace.same(input)  # Only rows are repeated, which numpy's broadcasting does.
     return trace.step("expand_as", input, other)
 
 
