@@ -47,7 +47,7 @@ def test_what_is_kept_is_read_and_the_one_before_it_too(carrier: Board, reader: 
     assert bytes(found) == WEIGHTS
     assert reader.read(copy_of(carrier), 2) is not None
     assert reader.read(copy_of(carrier), 4) is None
-    with pytest.raises(Unreachable, match="newer ones only"):
+    with pytest.raises(Unreachable, match="newer versions only"):
         reader.read(copy_of(carrier), 1)
 
 

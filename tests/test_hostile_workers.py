@@ -132,7 +132,7 @@ def test_bools_in_shared_memory_are_bools_whatever_a_worker_writes_there() -> No
 def test_infos_are_not_looked_for_in_memory_that_is_not_shared() -> None:
     with start(["infos where no memory is shared"]) as envs:
         envs.reset(seed=1)
-        with pytest.raises(WireError, match=r"worker 1 .*shares none"):
+        with pytest.raises(WireError, match=r"worker 1 .*shares no memory"):
             envs.step(np.zeros(NUM_ENVS, np.int64))
 
 

@@ -220,7 +220,7 @@ def test_a_full_disk_on_one_machine_costs_only_what_did_not_fit_there(tmp_path: 
         unlimited = resource.prlimit(envs.worker_pids[1], resource.RLIMIT_FSIZE)
         size_bytes = max(piece.stat().st_size for piece in (path / "pieces").iterdir())
         resource.prlimit(envs.worker_pids[1], resource.RLIMIT_FSIZE, (size_bytes + 300, unlimited[1]))
-        with pytest.raises(RecordingError, match=r"by worker 1 .*full-v0.*File too large.*the run may go on"):
+        with pytest.raises(RecordingError, match=r"by worker 1 .*full-v0.*File too large.*the run can continue"):
             recorder.collect(HASHING, 40)
         resource.prlimit(envs.worker_pids[1], resource.RLIMIT_FSIZE, unlimited)
         recorder.collect(HASHING, 40)  # There is room again.

@@ -164,6 +164,8 @@ class HeadSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.router_mandatory = True
+        # Without limit: where a peer ends whose queue is full, libzmq 4.3.5 aborts the process at its next heartbeat.
+        self._socket.rcvhwm = 0
         self._socket.maxmsgsize = _MAX_FRAME_BYTES
         self._socket.handshake_ivl = _HANDSHAKE_MS
         self._socket.heartbeat_ivl = _HEARTBEAT_MS
