@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _WAIT_S = 0.1
 _CATCH_UP_S = 0.25  # At most this long is spent reading what arrived while the learner learned.
 _MAX_LOADS = 8  # Weights queued for a hung or disconnected worker use memory, and it will need only the last ones.
-_AHEAD_BYTES = 16 << 20  # Weights to send before any rollout has come in between: more would hold the rollouts up.
+_AHEAD_BYTES = 64 << 20  # Weights to send before any rollout has come in between.
 
 
 @dataclass(frozen=True, kw_only=True)
