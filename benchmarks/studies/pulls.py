@@ -161,8 +161,8 @@ def to_markdown(results: Sequence[Pulls], notes: Sequence[str]) -> str:
         ("CPU of the head", "cpu_s", "{:.2f} s".format),
     ):
         values = [getattr(each, field) for each in results]
-        share = f"1/{values[0] / values[1]:.1f}" if values[1] > values[0] / 100 else "too little to be measured"
-        lines.append(f"| {name} | {text(values[0])} | {text(max(values[1], 0.0))} | {share} |")
+        ratio = f"1/{values[0] / values[1]:.1f}" if values[1] > values[0] / 100 else "too little to be measured"
+        lines.append(f"| {name} | {text(values[0])} | {text(max(values[1], 0.0))} | {ratio} |")
     lines += ["", "| a storm in a stream, median | before | during | grown by |", "|---|---:|---:|---:|"]
     for each in results:
         before, during = (
