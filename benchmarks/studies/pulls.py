@@ -163,13 +163,15 @@ def to_markdown(results: Sequence[Pulls], notes: Sequence[str]) -> str:
         values = [getattr(each, field) for each in results]
         ratio = f"1/{values[0] / values[1]:.1f}" if values[1] > values[0] / 100 else "too little to be measured"
         lines.append(f"| {name} | {text(values[0])} | {text(max(values[1], 0.0))} | {ratio} |")
-    lines += ["", "| a storm in a stream, median | before | during | grown by |", "|---|---:|---:|---:|"]
+    lines += ["", "| a storm in a stream, median | before | during | grown by | CPU time of the head within it |"]
+    lines += ["|---|---:|---:|---:|---:|"]
     for each in results:
-        before, during = (
-            float(np.median([getattr(storm, name) for storm in each.storms])) for name in ("gap_before_s", "gap_s")
+        before, during, cpu = (
+            float(np.median([getattr(storm, name) for storm in each.storms])) * 1e3
+            for name in ("gap_before_s", "gap_s", "gap_cpu_s")
         )
         name = f"longest wait for any rollout, {each.per_machine} per machine"
-        lines.append(f"| {name} | {before * 1e3:.0f} ms | {during * 1e3:.0f} ms | {each.gap_growth:.1f} |")
+        lines.append(f"| {name} | {before:.0f} ms | {during:.0f} ms | {each.gap_growth:.1f} | {cpu:.0f} ms |")
     share = shared.counted_bytes / alone.counted_bytes
     lines += ["", "| target | measured | |", "|---|---:|---|"]
     lines.append(f"| sent, at most {MAX_SENT} of before | {share:.3f} | {'met' if share <= MAX_SENT else 'MISSED'} |")

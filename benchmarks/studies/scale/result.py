@@ -33,6 +33,7 @@ class Storm(msgspec.Struct, frozen=True, kw_only=True):
         rollouts: How many were delivered meanwhile.
         gap_before_s: The longest time between two rollouts before it.
         gap_s: The longest during it.
+        gap_cpu_s: CPU time of the head's process within that one.
         others_gap_before_s: The longest between two rollouts of the eighth ones before it.
         others_gap_s: The longest during it.
         grown_bytes: By how much the head's memory grew at most.
@@ -44,6 +45,7 @@ class Storm(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: int
     gap_before_s: float
     gap_s: float
+    gap_cpu_s: float
     others_gap_before_s: float
     others_gap_s: float
     grown_bytes: int

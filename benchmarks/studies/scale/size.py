@@ -124,6 +124,7 @@ class Bench:
             rollouts=len(during.all) - 1,
             gap_before_s=longest_gap(before.all),
             gap_s=longest_gap(during.all),
+            gap_cpu_s=float(np.diff(during.cpu)[np.argmax(np.diff(during.all))]),
             others_gap_before_s=longest_gap(before.others),
             others_gap_s=longest_gap(during.others),
             grown_bytes=during.memory - memory_before,
@@ -238,13 +239,15 @@ class Arrivals:
 
     Attributes:
         all: The moment it began, and that of each rollout.
-        others: The same, for the rollouts of workers that are spared.
+        cpu: The CPU time of this process at these moments.
+        others: The moments of the rollouts of workers that are spared.
         memory: The most this process had.
     """
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self.all = [time.perf_counter()]
+        self.cpu = [time.process_time()]
         self.others = list(self.all)
         self.memory = 0
 
@@ -252,6 +255,7 @@ class Arrivals:
         """Note that one came."""
         now = time.perf_counter()
         self.all.append(now)
+        self.cpu.append(time.process_time())
         if is_spared(worker_of(rollout), self._num_workers):
             self.others.append(now)
         self.memory = max(self.memory, read_memory())
