@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import signal
 import time
@@ -274,6 +275,27 @@ def test_pulls_saved_in_a_stream_are_those_that_every_update_would_have_made(rem
     assert 0 <= saved[EveryUpdate][0] <= 2
     assert saved[AdaptiveSync][1] == 2
     assert saved[AdaptiveSync][0] <= 2 * 60
+
+
+def test_pulls_on_their_way_to_a_busy_worker_do_not_exceed_those_of_every_update(
+    remote: Backend, tmp_path: Path
+) -> None:
+    gate = str(tmp_path / "gate")
+    os.mkfifo(gate)
+    agent = Linear()
+    makers = [lambda: gym.make("CartPole-v1"), lambda: Gated(gym.make("CartPole-v1"), gate)]
+    saved = []
+    with ClusterEnv(makers, **remote, sync=EveryUpdate()) as envs:
+        envs.reset(seed=1)
+        with envs.stream(agent, 8, max_lag=math.inf) as stream:
+            with open(gate, "wb"):  # From when the second worker has begun.
+                for _ in itertools.islice(stream, 20):
+                    agent.nudge()
+                    saved.append(envs.stats["pulls_saved"])
+            for _ in itertools.islice(stream, 20):
+                agent.nudge()
+                saved.append(envs.stats["pulls_saved"])
+    assert min(saved) >= 0
 
 
 def test_a_budget_is_spent_on_one_worker_after_the_other(remote: Backend) -> None:
