@@ -968,3 +968,19 @@ def test_plain_attributes_of_an_imported_class_reach_the_workers(name: str, nets
             expected = agent.get_action_and_value(obs, actions)[1]
         np.testing.assert_allclose(rollout.logprob.ravel(), expected, rtol=1e-4, atol=1e-5)
         cls.temperature *= 0.5
+
+
+def test_a_long_chain_of_imported_functions_is_followed_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    links = "".join(f"def link_{index}(obs):\n    return link_{index + 1}(obs)\n" for index in range(3000))
+    end = "def link_3000(obs):\n    return net(obs)\n"
+    first = "def choose(obs):\n    return np.zeros(len(obs), np.int64) if len(obs) else link_0(obs)\n"
+    text = f"import numpy as np\nfrom torch import nn\nnet = nn.Linear(4, 2)\n{links}{end}{first}"
+    (tmp_path / "chain_of_a_user.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    chain = importlib.import_module("chain_of_a_user")
+    with ClusterEnv("CartPole-v1", 2, num_workers=0) as envs:
+        envs.rollout(chain.choose, 2)
+    del sys.modules["chain_of_a_user"]
+    assert caplog.text.count("The policy uses net, a global of the module chain_of_a_user.") == 1

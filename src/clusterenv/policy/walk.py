@@ -141,7 +141,7 @@ class Walk:
                 self._visit_function(obj, path)
             else:
                 self._visit_leaf(obj, place, path)
-                self._visit_imported(obj)
+                self._search_imported([obj])
         elif isinstance(obj, type):
             if is_by_value(obj):
                 self._visit_class(obj, path)
@@ -226,7 +226,7 @@ class Walk:
                 if hash(key) not in self._seen:
                     self._seen[hash(key)] = key
                     self.visit(function.__globals__[name], Place(function, "global", name), _join(path, name))
-        self._visit_imported(function)
+        self._search_imported([function])
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.visit(default, None, path)
         self.containers.append(vars(function))
@@ -251,47 +251,52 @@ class Walk:
                     self.visit(value, place, _join(path, name))
 
     def _visit_imported_class(self, cls: type, path: str) -> None:
-        """Note the plain attributes of a class in a file of the user's own, which workers import anew."""
+        self._search_imported(self._note_imported_class(cls, path))
+
+    def _note_imported_class(self, cls: type, path: str) -> list[FunctionType]:
+        """Note the plain attributes of a class in an imported file of the user's own, and return its methods."""
+        methods: list[FunctionType] = []
         for base in cls.__mro__[:-1]:
-            if is_by_value(base) or not is_own_file(base.__module__):
+            if hash((id(base), "imported")) in self._seen or is_by_value(base) or not is_own_file(base.__module__):
                 continue
+            self._seen[hash((id(base), "imported"))] = base
             for name, value in list(vars(base).items()):
                 function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
                 if isinstance(function, FunctionType):
-                    self._visit_imported(function)
+                    methods.append(function)
                 elif type(value) in SCALARS and not name.startswith("__"):
                     self.visit(value, Place(base, "attribute", name), _join(path, name))
+        return methods
 
-    def _visit_imported(self, function: FunctionType) -> None:
-        """Look for networks that a function refers to as globals of a file which workers import anew."""
-        code, home = function.__code__, function.__module__ or ""
-        if id(code) in self._seen:
-            return
-        self._seen[id(code)] = code
-        found = {name: function.__globals__.get(name) for name in _globals_of(code)}
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # Empty so far.
-                found[name] = cell.cell_contents
-        for name, value in found.items():
-            if isinstance(value, ModuleType):
-                if is_own_file(value.__name__):
-                    for attribute in code.co_names:
-                        self._visit_imported_global(value.__name__, attribute, vars(value).get(attribute))
-            elif name not in code.co_freevars and not is_by_value(function) and is_own_file(home):
-                self._visit_imported_global(home, name, value)
-
-    def _visit_imported_global(self, home: str, name: str, value: Any) -> None:
-        if isinstance(value, FunctionType) and not is_by_value(value):
-            self._visit_imported(value)
-        elif isinstance(value, type) and not is_by_value(value):
-            self._visit_imported_class(value, f"{home}.{name}")
-        elif _has_parameters(value):
-            self.warnings.append(
-                f"The policy uses {name}, a global of the module {home}. Workers import that module themselves, so "
-                f"their {name} is not the learner's: what was drawn at random differs, and what is learned does not "
-                "reach them. Make it an attribute of the agent or an argument of the function, or have the module "
-                f"sent: cloudpickle.register_pickle_by_value({home})."
-            )
+    def _search_imported(self, functions: list[FunctionType]) -> None:
+        """Look for networks that functions, or those they call, refer to as globals of a file which workers import."""
+        while functions:  # Not by recursion: a chain of calls may be longer than Python's stack.
+            function = functions.pop()
+            code, home = function.__code__, function.__module__ or ""
+            if id(code) in self._seen:
+                continue
+            self._seen[id(code)] = code
+            found = {name: function.__globals__.get(name) for name in _globals_of(code)}
+            is_imported = not is_by_value(function) and is_own_file(home)
+            referred = [(home, name, value) for name, value in found.items() if is_imported]
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):  # Empty so far.
+                    found[f"cell {id(cell)}"] = cell.cell_contents
+            for module in found.values():
+                if isinstance(module, ModuleType) and is_own_file(module.__name__):
+                    referred += [(module.__name__, name, vars(module).get(name)) for name in code.co_names]
+            for place, name, value in referred:
+                if isinstance(value, FunctionType):
+                    functions += [] if is_by_value(value) else [value]
+                elif isinstance(value, type):
+                    functions += [] if is_by_value(value) else self._note_imported_class(value, f"{place}.{name}")
+                elif _has_parameters(value):
+                    self.warnings.append(
+                        f"The policy uses {name}, a global of the module {place}. Workers import that module "
+                        f"themselves, so their {name} is not the learner's: what was drawn at random differs, and what "
+                        "is learned does not reach them. Make it an attribute of the agent or an argument of the "
+                        f"function, or have the module sent: cloudpickle.register_pickle_by_value({place})."
+                    )
 
     def _visit_leaf(self, obj: Any, place: Place | None, path: str) -> None:
         """Note something that is sent as a whole whenever it changes."""
@@ -379,12 +384,12 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
 
 def _has_parameters(value: Any) -> bool:
     """Whether something is a network, or what an optimizer would change."""
-    if isinstance(value, type):
+    if hasattr(type(value), "requires_grad"):
+        return bool(value.requires_grad)
+    state = getattr(value, "__dict__", None) if not isinstance(value, type) else None
+    if not isinstance(state, dict) or not isinstance(state.get("_parameters"), dict):
         return False
-    if getattr(value, "requires_grad", False) is True:
-        return True
-    found = vars(value).get("_parameters") if hasattr(value, "__dict__") else None
-    return isinstance(found, dict) and next(value.parameters(), None) is not None
+    return next(value.parameters(), None) is not None
 
 
 def _has_plain_state(obj: Any) -> bool:
